@@ -18,13 +18,13 @@ SEED = len(TASK.program().predictors()[0].signature.instructions)
 BOTH = pytest.mark.parametrize("schedule", ["async", "lockstep"])
 
 
-def optimizer(calls: int = 200, **options: Any) -> tuple[AsyncGEPA, dspy.LM]:
+def optimizer(calls: int = 120, **options: Any) -> tuple[AsyncGEPA, dspy.LM]:
     lm = SimulatedModel(reply_model=TASK.reply_model).lm()
     settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 16, "track_stats": True} | options
     return AsyncGEPA(TASK.metric, reflection_lm=lm, **settings), lm
 
 
-def compiled(calls: int = 200, initial: Any = (), **options: Any) -> Any:
+def compiled(calls: int = 120, initial: Any = (), **options: Any) -> Any:
     one, lm = optimizer(calls, **options)
     with dspy.context(lm=lm):
         return run(lambda: one.acompile(TASK.program(), trainset=TRAIN, valset=VAL, initial_candidates=initial))
@@ -74,7 +74,7 @@ def test_a_search_begins_from_initial_candidates_beside_the_student(schedule: An
     rules = TASK.all_rules()
     good = "Answer the question. Follow the house rules.\n" + "\n".join(map(str, rules[:12]))
     poor = "Answer."
-    done = compiled(300, [program(good), program(poor), TASK.program()], schedule=schedule)
+    done = compiled(150, [program(good), program(poor), TASK.program()], schedule=schedule)
     details = done.detailed_results
     candidates = texts(details.candidates)
     assert {good, poor} <= set(candidates)
@@ -85,12 +85,12 @@ def test_a_search_begins_from_initial_candidates_beside_the_student(schedule: An
     children = [one for one in details.parents[1:] if one != [0]]
     assert children, "later candidates are made from them"
     if schedule == "async":
-        assert details.total_metric_calls <= 300
+        assert details.total_metric_calls <= 150
 
 
 def test_initial_candidates_are_validated_once_by_a_run_that_goes_on(tmp_path: Path) -> None:
-    first = compiled(120, [program("Answer.")], log_dir=str(tmp_path))
-    again = compiled(200, [program("Answer.")], log_dir=str(tmp_path))
+    first = compiled(60, [program("Answer.")], log_dir=str(tmp_path))
+    again = compiled(100, [program("Answer.")], log_dir=str(tmp_path))
     assert texts(first.detailed_results.candidates).count("Answer.") == 1
     assert texts(again.detailed_results.candidates).count("Answer.") == 1
 
@@ -109,13 +109,13 @@ def test_a_run_that_was_cut_off_while_it_validated_one_goes_on_with_it(tmp_path:
         return TASK.metric(gold, pred, trace, pred_name, pred_trace)
 
     metric.__qualname__ = TASK.metric.__qualname__
-    one, lm = optimizer(200, log_dir=str(tmp_path))
+    one, lm = optimizer(100, log_dir=str(tmp_path))
     one.metric_fn = metric
     with dspy.context(lm=lm), pytest.raises(BaseException):  # noqa: B017, PT011
         run(lambda: one.acompile(TASK.program(), trainset=TRAIN, valset=VAL, initial_candidates=[program("Answer.")]))
-    done = compiled(200, [program("Answer.")], log_dir=str(tmp_path))
+    done = compiled(100, [program("Answer.")], log_dir=str(tmp_path))
     assert texts(done.detailed_results.candidates).count("Answer.") == 1
-    assert done.detailed_results.total_metric_calls <= 200
+    assert done.detailed_results.total_metric_calls <= 100
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class Kept(World):
         return made
 
 
-def heard(world: World, calls: int = 400, **options: Any) -> tuple[Any, Heard]:
+def heard(world: World, calls: int = 240, **options: Any) -> tuple[Any, Heard]:
     events = Heard()
     gepa_kwargs = {"callbacks": [events]} | options.pop("gepa_kwargs", {})
     return play(world, calls, gepa_kwargs=gepa_kwargs, **options), events
@@ -93,7 +93,7 @@ def test_a_child_may_be_selected_before_its_validation_is_done_where_the_prefix_
 ) -> None:
     ahead = 0
     for seed in (0, 3, 7):  # not every run has one, and which do is another matter on another Python
-        _, events = heard(Kept(seed=seed), 600, search="pareto", workflow=Workflow(validate=share), **GREEDY)
+        _, events = heard(Kept(seed=seed), 300, search="pareto", workflow=Workflow(validate=share), **GREEDY)
         validated = {"0.3 seed 0"}
         for name, event in events.events:
             if name == "on_valset_evaluated":
@@ -217,7 +217,7 @@ def test_a_stopper_that_counts_iterations_counts_those_that_came_one_after_the_o
     stopper = Counted()
     asked = CompositeStopper(CompositeStopper(stopper), mode="all") if composite else stopper
     options = {"workflow": Workflow(live_steps=16), "gepa_kwargs": {"stop_callbacks": asked}}
-    stats = play(World(), 600, search=search, **options).async_stats
+    stats = play(World(), 300, search=search, **options).async_stats
     commits, steps = len(stats.commits), sum(stats.ended.values())
     assert commits <= stopper.asked < commits + (steps - commits) / 2
 

@@ -41,6 +41,6 @@ def test_what_the_writer_owns_is_called_in_its_thread_alone(
     """The loop reads what they replace as a whole: Credit.outlook, SpeculativeCandidates.entries and .fallen."""
     threads = writers_of(kind, monkeypatch, elsewhere)
     workflow = Workflow(validate=0.5)
-    details = compiled(250, 2, num_threads=16, workflow=workflow, gepa_kwargs={"callbacks": []}).detailed_results
+    details = compiled(130, 2, num_threads=16, workflow=workflow, gepa_kwargs={"callbacks": []}).detailed_results
     assert len(details.candidates) > 2
     assert threads == {"flashevolve-pool"}

@@ -73,9 +73,9 @@ class Session:
 def with_tokens(directory: Path) -> Any:
     """A program that AsyncGEPA has made, with language models that count tokens."""
     with dspy.context(lm=task_lm()):
-        return simulated(150, 2, log_dir=str(directory), num_threads=8)
+        return simulated(90, 2, log_dir=str(directory), num_threads=8)
 
 
 def with_changes(directory: Path) -> Any:
     """One whose candidates are lists of rules, which are taken apart into changes."""
-    return play(Rules(predictors=1), 500, log_dir=str(directory))
+    return play(Rules(predictors=1), 250, log_dir=str(directory))

@@ -221,7 +221,7 @@ def test_compare_puts_runs_side_by_side_with_the_settings_in_which_they_differ(
     for line, (directory, program) in zip(lines[1:3], (counted, changed), strict=True):
         assert line.startswith(str(directory))
         assert f"{max(program.detailed_results.val_aggregate_scores):.4f}" in line
-    assert "max_metric_calls: 150 | 500" in lines
+    assert "max_metric_calls: 90 | 250" in lines
     figures = json.loads(output_of(capsys, "compare", "--json", counted[0]))
     assert figures[0]["calls"] == counted[1].async_stats.metric_calls
 

@@ -106,7 +106,10 @@ def test_a_run_that_was_killed_loses_none_of_its_figures(tmp_path: Path) -> None
         path = tmp_path / "calls.txt"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    assert killed_after(0.3, made, "tests.contract.child", tmp_path, "edits", 5000)
+    def has_committed() -> int:
+        return (tmp_path / "run" / "candidates.json").exists()
+
+    assert killed_after(0.3, has_committed, "tests.contract.child", tmp_path, "edits", 5000)
     killed = read(tmp_path / "run")
     assert killed.state == "killed"
     assert made() <= killed.calls <= made() + 8, "calls that had begun count"

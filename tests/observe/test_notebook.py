@@ -122,14 +122,14 @@ def test_the_table_of_a_notebook_is_one_output_that_ends_with_the_last_state(
 ) -> None:
     display, clock = notebook
     with dspy.context(lm=task_lm(), callbacks=[LiveTable()]):
-        stats = compiled(150).async_stats
+        stats = compiled(100).async_stats
     assert display.outputs == 1
     assert clock.read > 100
     assert 1 < len(display.shown) <= clock.now / REDRAW_SECONDS + 2
     assert "running" in display.shown[0]
     last = display.shown[-1]
     assert last.startswith("AsyncGEPA: finished")
-    assert f"metric calls {stats.metric_calls} of 150" in last
+    assert f"metric calls {stats.metric_calls} of 100" in last
 
 
 def test_what_ends_a_run_with_an_error_is_the_last_state_too(notebook: tuple[FakeDisplay, Clock]) -> None:
@@ -137,7 +137,7 @@ def test_what_ends_a_run_with_an_error_is_the_last_state_too(notebook: tuple[Fak
         return float("nan")
 
     with dspy.context(lm=task_lm(), callbacks=[LiveTable()]), pytest.raises(Exception, match="nan"):
-        compiled(150, metric=broken)
+        compiled(metric=broken)
     assert notebook[0].shown[-1].startswith("AsyncGEPA: aborted")
 
 

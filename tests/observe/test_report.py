@@ -74,7 +74,7 @@ def test_the_figures_of_the_page_are_those_of_the_run(counted: tuple[Path, Any])
     assert page.cards["seed"] == f"{details.val_aggregate_scores[0]:.4f}"
     assert page.cards[f"best (candidate {details.best_idx})"] == f"{max(details.val_aggregate_scores):.4f}"
     assert page.cards["candidates accepted"] == str(len(stats.commits))
-    assert page.cards["metric calls of 150"] == f"{stats.metric_calls:,}"
+    assert page.cards["metric calls of 90"] == f"{stats.metric_calls:,}"
     assert page.cards["steps"] == f"{stats.steps:,}"
     assert page.cards["tokens"] == f"{sum(stats.tokens_by_stage.values()):,}"
     assert page.cards["dollars"] == "unknown"

@@ -26,7 +26,7 @@ PRICE = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_p
 @pytest.fixture(scope="module")
 def stats() -> Any:
     with dspy.context(lm=task_lm()):
-        return simulated(150).async_stats
+        return simulated(90).async_stats
 
 
 def test_a_summary_says_what_held_a_run_back(stats: Any) -> None:
@@ -118,7 +118,7 @@ from tests.contract.worlds import World, play
 from tests.contract.surface import on
 
 talking = logging.getLogger("dspy")
-play(World(seed=3), 300, num_threads=8, gepa_kwargs=on("on_candidate_accepted", lambda _: talking.info("SAID THIS")))
+play(World(seed=3), 120, num_threads=8, gepa_kwargs=on("on_candidate_accepted", lambda _: talking.info("SAID THIS")))
 """
 
 
@@ -144,7 +144,7 @@ RESUMED = """
 import sys
 from tests.contract.worlds import World, play
 
-for calls in (150, 300):
+for calls in (60, 120):
     print("SESSION", file=sys.stderr)
     play(World(seed=3), calls, num_threads=8, log_dir=sys.argv[1])
 """
@@ -165,7 +165,7 @@ def test_the_bar_of_a_run_that_goes_on_begins_where_that_was(tmp_path: Path) -> 
     ends = [int(re.findall(r"(\d+)/\d+ \[", lines[-1])[0]) for lines in (first, second)]
     begins = [int(re.findall(r"(\d+)/\d+ \[", lines[0])[0]) for lines in (first, second)]
     assert begins == [0, ends[0]]
-    assert ends[0] < ends[1] <= 300
+    assert ends[0] < ends[1] <= 120
     best = [
         [float(score) for line in lines for score in re.findall(r"best (0\.\d+)", line)] for lines in (first, second)
     ]
@@ -179,9 +179,9 @@ from tests.contract.worlds import World, play
 from tests.contract.surface import simulated
 from tests.fakes import reflection_lm, task_lm
 
-play(World(seed=3), None, num_threads=8, max_seconds=200)
+play(World(seed=3), None, num_threads=8, max_seconds=100)
 print("PRICES", file=__import__("sys").stderr)
-play(World(seed=3), 5000, num_threads=8, max_reflection_calls=40)
+play(World(seed=3), 5000, num_threads=8, max_reflection_calls=12)
 print("PRICES", file=__import__("sys").stderr)
 litellm.register_model({"cheap": %r})
 task, unknown = task_lm(), reflection_lm()

@@ -187,7 +187,7 @@ def scored(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_
         return 0.0
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(replies, min_size=1, max_size=4), st.lists(replies, min_size=1, max_size=4))
 @example(["{" * 1000], ["{" * 1000])  # dspy's JSON parser recurses so deep that it raises what is no parse error
 def test_no_replies_end_a_run_with_anything_but_counted_steps(task: list[str], reflection: list[str]) -> None:

@@ -45,10 +45,10 @@ def test_a_journal_that_fails_ends_the_run_at_once_and_scores_nothing(
 
     monkeypatch.setattr(Journal, "_write_batch", full)
     with pytest.raises(JournalError):
-        run(tmp_path, 100, predictors=1, metric=metric, schedule=schedule)
+        run(tmp_path, 60, predictors=1, metric=metric, schedule=schedule)
     assert made < after + 20
     monkeypatch.undo()
-    details = run(tmp_path, 100, predictors=1, metric=metric, schedule=schedule)
+    details = run(tmp_path, 60, predictors=1, metric=metric, schedule=schedule)
     assert {score for scores in details.val_subscores for score in scores.values()} == {0.5}
     assert check(tmp_path).problems == []
 
@@ -82,8 +82,8 @@ def test_scores_that_json_or_sqlite_does_not_know_do_not_end_a_run(
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
         return dspy.Prediction(score=score, feedback="-", objective_scores={"a": Fraction(1, 4)})
 
+    run(tmp_path, 40, predictors=1, metric=metric, **options)
     run(tmp_path, 60, predictors=1, metric=metric, **options)
-    run(tmp_path, 80, predictors=1, metric=metric, **options)
     assert check(tmp_path).problems == []
 
 
@@ -159,7 +159,7 @@ def calls_at_a_commit() -> int:
     return calls[1]
 
 
-@pytest.mark.parametrize("left", [1, 4, 7, 14, 19])
+@pytest.mark.parametrize("left", [1, 7, 19])
 def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:

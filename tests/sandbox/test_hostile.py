@@ -205,9 +205,8 @@ def test_huge_output_is_refused(either: Lab, body: str) -> None:
     failure_of(either, body, "output")
 
 
-def test_what_a_candidate_prints_is_cut() -> None:
-    with lab() as box:
-        outcome = box.run(module("print('start' + 'x' * 10000 + 'end'); found = 'printed'"))
+def test_what_a_candidate_prints_is_cut(audited: Lab) -> None:
+    outcome = audited.run(module("print('start' + 'x' * 10000 + 'end'); found = 'printed'"))
     assert outcome.failure is None
     assert len(outcome.printed) == 2000
     assert outcome.printed.endswith("end\n")
@@ -420,7 +419,7 @@ async def _cancelled_meanwhile(box: Lab) -> None:
         await run
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(noise=st.binary(min_size=1, max_size=200))
 def test_no_bytes_on_the_wire_harm_the_host(audited: Lab, noise: bytes) -> None:
     outcome = audited.run(module(wire_code(f"os.write(wire, {noise!r})\nos._exit(0)")))
