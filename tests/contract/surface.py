@@ -35,20 +35,20 @@ POLICIES = st.sampled_from(["full", "guarded", "reflective", Guarded(0), Reflect
 # Runs
 
 
-def optimizer(calls: int | None = 100, **options: Any) -> AsyncGEPA:
+def optimizer(calls: int | None = 60, **options: Any) -> AsyncGEPA:
     """An AsyncGEPA on ``digits``, four slots wide."""
     settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 4, "track_stats": True}
     settings |= {"reflection_lm": reflection_lm()} | options
     return AsyncGEPA(settings.pop("metric", digits), **settings)
 
 
-def compiled(calls: int | None = 100, program: dspy.Module | int = 1, **options: Any) -> Any:
+def compiled(calls: int | None = 60, program: dspy.Module | int = 1, **options: Any) -> Any:
     """What AsyncGEPA makes of a program, or of a ``Chain`` of so many predictors, as a script does it."""
     student = Chain(program) if isinstance(program, int) else program
     return optimizer(calls, **options).compile(student, trainset=TRAIN, valset=VAL)
 
 
-def simulated(calls: int | None = 100, program: dspy.Module | int = 1, **options: Any) -> Any:
+def simulated(calls: int | None = 60, program: dspy.Module | int = 1, **options: Any) -> Any:
     """The same in virtual time: what waits (retries, timeouts) costs nothing, and equal runs are equal."""
     one, student = optimizer(calls, **options), Chain(program) if isinstance(program, int) else program
     return run(lambda: one.acompile(student, trainset=TRAIN, valset=VAL))

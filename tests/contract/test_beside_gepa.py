@@ -637,11 +637,11 @@ def test_feedback_that_fails_on_some_examples_ends_no_run(name: str) -> None:
         return score
 
     trainset = examples("t", 60)
-    stats = optimized(name, Chain(), metric, trainset=trainset, max_metric_calls=300).async_stats
+    stats = optimized(name, Chain(), metric, trainset=trainset, max_metric_calls=150).async_stats
     assert stats.outcome == "finished"
     assert stats.proposals > 0
     if name == "lockstep":
-        assert stats.ended["failed"] > 8, "one example without feedback costs the step, as in dspy.GEPA"
+        assert stats.ended["failed"] > 4, "one example without feedback costs the step, as in dspy.GEPA"
     else:
         assert stats.ended["failed"] == 0, "the reflection reads the others"
 
@@ -660,9 +660,9 @@ def test_a_program_that_fails_on_some_of_the_first_examples_goes_on(name: str, s
             raise LookupError("most examples are not scored")
         return digits(gold, pred)
 
-    details = optimized(name, Chain(), metric, num_threads=1, max_metric_calls=150).detailed_results
+    details = optimized(name, Chain(), metric, num_threads=1, max_metric_calls=90).detailed_results
     assert details.val_aggregate_scores[0] > 0
-    assert details.total_metric_calls > 100
+    assert details.total_metric_calls > 60
 
 
 @ours

@@ -46,7 +46,7 @@ WORLDS = st.builds(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     world=WORLDS,
     beyond_the_seed=st.integers(0, 100),
@@ -105,8 +105,8 @@ def test_whatever_the_program_the_faults_and_the_schedule_the_budget_holds_and_e
     assert stats.peak_slots <= slots
 
 
-@settings(max_examples=10)
-@given(st.integers(9, 120), st.integers(1, 3), st.integers(0, 3))
+@settings(max_examples=4)
+@given(st.integers(9, 80), st.integers(1, 3), st.integers(0, 3))
 def test_the_metric_itself_counts_no_more_calls_than_the_budget_on_real_threads_and_loops(
     calls: int, predictors: int, seed: int
 ) -> None:
@@ -181,20 +181,20 @@ def test_from_two_steps_on_steps_overlap_and_the_budget_is_never_exceeded(caplog
 
 def test_a_run_of_a_small_budget_goes_on_with_a_larger_one(tmp_path: Path) -> None:
     small = compiled(20, log_dir=str(tmp_path)).async_stats
-    large = compiled(120, log_dir=str(tmp_path)).async_stats
+    large = compiled(100, log_dir=str(tmp_path)).async_stats
     assert (small.schedule, large.schedule) == ("lockstep", "async")
-    assert 20 <= small.metric_calls < large.metric_calls <= 120
+    assert 20 <= small.metric_calls < large.metric_calls <= 100
     assert problems(tmp_path) == []
 
 
 def test_equal_runs_in_virtual_time_are_equal() -> None:
-    one, other = (simulated(200, 2).detailed_results for _ in range(2))
+    one, other = (simulated(110, 2).detailed_results for _ in range(2))
     assert one.to_dict() == other.to_dict()
 
 
 @pytest.mark.parametrize("predictors", [1, 3])
 @pytest.mark.parametrize("minibatch", [3, 20])
-@pytest.mark.parametrize("calls", [75, 120, 250, 300, 500])
+@pytest.mark.parametrize("calls", [75, 120, 250])
 def test_a_run_goes_on_until_its_budget_pays_no_further_step(calls: int, minibatch: int, predictors: int) -> None:
     """One step of one reflection may cost two minibatches and a validation (and its base's minibatch)."""
     world = World(predictors=predictors)
@@ -224,7 +224,7 @@ def test_no_head_is_validated_that_leaves_calls_for_neither_a_step_nor_the_last_
 
 @pytest.mark.parametrize(
     ("calls", "model", "predictors", "seed"),
-    [(110, "obliging", 1, 1), (110, "plain", 2, 0), (110, "plain", 1, 2), (160, "plain", 2, 0)],
+    [(110, "obliging", 1, 1), (110, "plain", 2, 0), (110, "plain", 1, 2)],
 )
 def test_calls_kept_for_a_second_validation_pay_steps_where_two_validations_do_not_fit(
     calls: int, model: str, predictors: Literal[1, 2], seed: int
@@ -240,7 +240,7 @@ class NothingNew(World):
         return {name: candidate[name] for name in components_to_update}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_metric_call_is_told_even_one_that_ends_after_the_last_step(seed: int) -> None:
     world = NothingNew(seed=seed, spread=60.0, reflection_seconds=0.1)
     program = play(world, calls=60 + seed)
@@ -299,10 +299,10 @@ def test_a_screen_that_cannot_pass_is_given_up_after_its_first_example(minibatch
 
 
 @pytest.mark.parametrize(
-    "world",
-    [NothingNew(), World(score=lambda text, question: 1.0 if question.startswith("t") else 0.5)],
+    ("world", "most_seconds"),
+    [(NothingNew(), 220), (World(score=lambda text, question: 1.0 if question.startswith("t") else 0.5), 150)],
     ids=["reflections change nothing", "minibatches are perfect"],
 )
-def test_steps_without_a_child_do_not_keep_a_run_at_one_step(world: World) -> None:
-    """64 slots, 600 calls: 263 and 270 virtual seconds at commit 1edcba0, 2025 and 1070 at c009e95."""
-    assert play(world, 600, num_threads=64).async_stats.seconds < 600
+def test_steps_without_a_child_do_not_keep_a_run_at_one_step(world: World, most_seconds: int) -> None:
+    """64 slots, 200 calls: 157 and 102 virtual seconds; 318 and 200 in the 3 slots of one step's minibatch."""
+    assert play(world, 200, num_threads=64).async_stats.seconds < most_seconds

@@ -46,7 +46,7 @@ def test_an_estimate_has_the_calls_tokens_and_dollars_of_the_program_and_of_refl
 def test_a_run_makes_no_more_calls_than_was_estimated() -> None:
     """The fakes' calls have the same tokens each, however long the prompt."""
     with dspy.context(lm=priced(task_lm())):
-        one = optimizer(150, reflection_lm=priced(reflection_lm()))
+        one = optimizer(90, reflection_lm=priced(reflection_lm()))
         found = one.estimate(Chain(), trainset=TRAIN, valset=VAL)
         stats = one.compile(Chain(), trainset=TRAIN, valset=VAL).async_stats
     assert stats.task_tokens <= found.task.prompt_tokens + found.task.completion_tokens

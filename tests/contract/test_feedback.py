@@ -158,7 +158,7 @@ def test_of_a_judge_that_is_turned_away_one_example_is_asked_again_not_the_minib
 
     options = {"reflection_minibatch_size": 6, "gepa_kwargs": {"callbacks": [heard]}, "schedule": schedule}
     with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer=str(hashed(prompt) % 6)))):
-        stats = simulated(150, metric=judge, **options).async_stats
+        stats = simulated(90, metric=judge, **options).async_stats
     assert stats.outcome == "finished"
     assert stats.ended.get("failed", 0) == 0
     assert len(answered) == len(records_in(heard)) >= 12, "what was answered was not asked for again"

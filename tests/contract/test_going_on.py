@@ -41,7 +41,7 @@ class Refusing:
 
 
 def run(
-    log_dir: Path | None, calls: int = 110, seed: int = 1, predictors: int = 2, task_at: int | None = None,
+    log_dir: Path | None, calls: int = 90, seed: int = 1, predictors: int = 2, task_at: int | None = None,
     reflection_at: int | None = None, metric: Any = digits, **options: Any,
 ) -> Any:  # fmt: skip
     task, reflection = Refusing("answer", seed, task_at), Refusing("new_instruction", seed, reflection_at)
@@ -60,7 +60,7 @@ def run(
 
 @pytest.mark.parametrize("reflection_at", [1, 5])
 def test_lockstep_aborted_in_a_reflection_goes_on_as_if_it_had_not_been(tmp_path: Path, reflection_at: int) -> None:
-    calls = 90
+    calls = 70
     whole = run(None, calls, schedule="lockstep")
     with pytest.raises(RunAbortedError):
         run(tmp_path, calls, schedule="lockstep", reflection_at=reflection_at)
@@ -70,7 +70,7 @@ def test_lockstep_aborted_in_a_reflection_goes_on_as_if_it_had_not_been(tmp_path
 
 def test_lockstep_aborted_again_and_again_in_rollouts_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     """The task LM refuses at its 11th call in each session: sessions end in the middle of validations and screens."""
-    calls = 80
+    calls = 60
     whole = run(None, calls, schedule="lockstep", num_threads=1)
     for sessions in range(200):  # noqa: B007
         try:
@@ -81,7 +81,7 @@ def test_lockstep_aborted_again_and_again_in_rollouts_goes_on_as_if_it_had_not_b
     else:
         raise AssertionError("the run came to no end")
     assert facts(details) == facts(whole)
-    assert sessions > 10
+    assert sessions > 8
     assert problems(tmp_path) == []
 
 
@@ -274,10 +274,10 @@ def test_a_run_that_goes_on_with_another_search_or_policy_says_so(
     ]  # fmt: skip
     for number, (options, message) in enumerate(sessions):
         caplog.clear()
-        details = run(tmp_path, 60 + 20 * number, **options)
+        details = run(tmp_path, 45 + 15 * number, **options)
         assert [record.getMessage().partition(repr(str(tmp_path)))[2].strip() for record in caplog.records
                 if "was last run with" in record.getMessage()] == ([message] if message else [])  # fmt: skip
-        assert details.total_metric_calls <= 60 + 20 * number
+        assert details.total_metric_calls <= 45 + 15 * number
 
 
 def test_a_run_of_an_earlier_version_with_its_names_goes_on_and_says_so(
@@ -297,7 +297,7 @@ def test_a_run_of_an_earlier_version_with_its_names_goes_on_and_says_so(
 
 
 @pytest.mark.parametrize("search", ["edits", "pareto"])
-@pytest.mark.parametrize("task_at", [60, 105, 150])
+@pytest.mark.parametrize("task_at", [60, 105])
 def test_an_asynchronous_run_goes_on_and_pays_no_finished_rollout_twice(
     tmp_path: Path, task_at: int, search: Any
 ) -> None:
@@ -313,14 +313,14 @@ def test_an_asynchronous_run_goes_on_and_pays_no_finished_rollout_twice(
         "staleness": Reflective(min_gap=0),
     }  # fmt: skip
     with suppress(RunAbortedError):
-        run(tmp_path, 200, task_at=task_at, **options)
+        run(tmp_path, 130, task_at=task_at, **options)
     known = json.loads((tmp_path / "candidates.json").read_text()) if (tmp_path / "candidates.json").exists() else []
-    details = run(tmp_path, 200, **options)
+    details = run(tmp_path, 130, **options)
     texts = [
         {name: one.signature.instructions for name, one in program.named_predictors()} for program in details.candidates
     ]
     assert texts[: len(known)] == known
-    assert len(scored) == details.total_metric_calls <= 200
+    assert len(scored) == details.total_metric_calls <= 130
     check_ends(details.async_stats)
     assert problems(tmp_path) == []
 
@@ -331,10 +331,10 @@ def test_gepa_itself_goes_on_and_then_this_engine_again(tmp_path: Path) -> None:
     task, reflection = Refusing("answer", 1, None), Refusing("new_instruction", 1, None)
     with dspy.context(lm=task.lm):
         optimizer = dspy.GEPA(
-            digits, max_metric_calls=120, reflection_lm=reflection.lm, log_dir=str(tmp_path), track_stats=True, seed=1
+            digits, max_metric_calls=100, reflection_lm=reflection.lm, log_dir=str(tmp_path), track_stats=True, seed=1
         )
         second = optimizer.compile(Chain(2), trainset=TRAIN, valset=VAL).detailed_results
-    third = run(tmp_path, second.total_metric_calls + 60, schedule="lockstep")
+    third = run(tmp_path, second.total_metric_calls + 40, schedule="lockstep")
     earlier, later = facts(second)[0], facts(third)[0]
     assert facts(first)[0] == earlier[: len(first.candidates)]
     assert earlier == later[: len(earlier)]

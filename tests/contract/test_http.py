@@ -32,13 +32,13 @@ def test_prompts_are_evolved_and_stale_ones_repaired(server: SimServer, search: 
     server.reset_stats()
     lm = lm_of(server)
     optimizer = AsyncGEPA(
-        TASK.metric, max_metric_calls=150, reflection_lm=lm.copy(), num_threads=16, track_stats=True,
+        TASK.metric, max_metric_calls=100, reflection_lm=lm.copy(), num_threads=16, track_stats=True,
         search=search, staleness=Reflective(min_gap=0),
     )  # fmt: skip
     with dspy.context(lm=lm, adapter=None):
         program: Any = optimizer.compile(TASK.program(), trainset=TASK.trainset(12), valset=TASK.valset(12))
     details, stats = program.detailed_results, program.async_stats
-    assert stats.metric_calls <= 150
+    assert stats.metric_calls <= 100
     check_ends(stats)
     check_winner(details, 12)
     assert details.val_aggregate_scores[0] > 0, "an error of the server's is no score"

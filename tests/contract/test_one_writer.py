@@ -119,7 +119,7 @@ def watched_by(alone: Alone, watch: Watch) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     world=st.builds(World, seed=st.integers(0, 10**6), faults=st.sampled_from([0.0, 0.1])),
     slots=st.sampled_from([1, 8, 64]),
@@ -132,7 +132,7 @@ def test_everything_that_acts_on_the_pool_is_called_one_at_a_time_in_one_thread_
     alone = Alone()
     watch = Watch(alone)
     options = watched_by(alone, watch)
-    details = play(world, 150, num_threads=slots, search=search, staleness=staleness, **options).detailed_results
+    details = play(world, 100, num_threads=slots, search=search, staleness=staleness, **options).detailed_results
     watch.check(details)
     assert [commit.candidate for commit in details.async_stats.commits] == watch.accepted
     seconds = [commit.seconds for commit in details.async_stats.commits]
@@ -144,7 +144,7 @@ def test_the_same_on_a_real_loop_with_real_threads(schedule: Any) -> None:
     alone = Alone()
     watch = Watch(alone)
     options = watched_by(alone, watch)
-    details = compiled(250, 2, schedule=schedule, use_merge=False, num_threads=16, **options).detailed_results
+    details = compiled(130, 2, schedule=schedule, use_merge=False, num_threads=16, **options).detailed_results
     assert len(details.candidates) > 3
     watch.check(details)
     assert alone.seen >= {"stopper", "select_candidate_idx", "__call__", "next_minibatch_ids", "should_accept"}
@@ -171,7 +171,7 @@ def test_the_experiment_tracker_is_entered_in_the_callers_thread_and_hears_of_on
     for name in ("log_metric", "log_metrics", "log_param", "log_params", "log_text", "log_table", "log_artifact"):
         getattr(mlflow, name).side_effect = log
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    compiled(100, use_mlflow=True)
+    compiled(use_mlflow=True)
     assert entered == [threading.get_ident()]
     assert alone.seen == {"log"}
     assert not alone.overlaps

@@ -45,11 +45,11 @@ def test_at_equal_metric_calls_a_run_prints_no_more_than_dspy_gepa(
     shown: Shown, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with dspy.context(lm=task_lm()):
-        theirs = dspy.GEPA(digits, max_metric_calls=150, num_threads=4, reflection_lm=reflection_lm())
+        theirs = dspy.GEPA(digits, max_metric_calls=90, num_threads=4, reflection_lm=reflection_lm())
         theirs.compile(Chain(), trainset=TRAIN, valset=VAL)
         printed, lines = capsys.readouterr(), shown.lines
         shown.lines = []
-        compiled(150)
+        compiled(90)
     ours = capsys.readouterr()
     assert ours.out == ""
     assert len(ours.out + ours.err) < len(printed.out + printed.err)
@@ -130,7 +130,7 @@ def test_lines_of_iterations_with_their_prompts_are_shown_where_they_are_asked_f
     def prompts(**options: Any) -> int:
         shown.lines.clear()
         caplog.clear()
-        compiled(120, **options)
+        compiled(80, **options)
         return sum("Proposed new text" in line for line in shown.lines)
 
     with dspy.context(lm=task_lm()):
@@ -143,10 +143,10 @@ def test_lines_of_iterations_with_their_prompts_are_shown_where_they_are_asked_f
 
 def test_a_run_that_comes_to_its_end_says_so_last_and_guesses_no_scores(shown: Shown) -> None:
     with dspy.context(lm=task_lm()):
-        compiled(150)
+        compiled(90)
     [end] = [line for line in shown.lines if line.startswith("AsyncGEPA finished")]
     assert shown.lines[-1] == end
-    assert "of 150" in end
+    assert "of 90" in end
     assert "inf" not in "".join(shown.lines)
     assert "subsample score 0 -> 0" not in "".join(shown.lines)
 

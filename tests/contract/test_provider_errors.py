@@ -72,7 +72,7 @@ TEMPORARY: dict[str, Callable[[], Exception]] = {
 def test_what_a_provider_in_trouble_raises_is_asked_again_and_never_a_score(name: str, schedule: Any) -> None:
     lm = raising(lambda number: TEMPORARY[name]() if hashed(number) % 100 < 30 else None)
     with dspy.context(lm=lm):
-        details = simulated(120, schedule=schedule).detailed_results
+        details = simulated(80, schedule=schedule).detailed_results
     assert min(scores_of(details)) > 0, "every answer that came scores above 0; a 0 would be a fault"
     assert details.async_stats.retried_requests > 10
     check_winner(details)
@@ -108,7 +108,7 @@ class Hiding(Chain):
 
 def test_where_a_program_raises_something_else_over_a_fault_of_an_own_lm_it_is_asked_again_and_never_scored() -> None:
     with dspy.context(lm=Own()):
-        details = simulated(120, Hiding(), reflection_lm=raising(lambda number: None)).detailed_results
+        details = simulated(80, Hiding(), reflection_lm=raising(lambda number: None)).detailed_results
     assert min(scores_of(details)) > 0
     assert details.async_stats.retried_requests > 10
 
@@ -123,7 +123,7 @@ def test_where_a_program_raises_something_else_over_an_lm_that_gives_up_its_exam
         return reply_for(prompt, answer=str(len(asked) % 7), new_instruction=f"Instruction {hashed(prompt)}")
 
     with dspy.context(lm=fake_lm(answer)):
-        details = simulated(120, Hiding()).detailed_results
+        details = simulated(80, Hiding()).detailed_results
     assert details.async_stats.unanswered_examples > 0
 
 
@@ -138,7 +138,7 @@ def test_what_an_lm_raises_that_a_program_asks_for_the_first_time_late_in_a_run_
                 return await super().aforward(question)
 
     with dspy.context(lm=raising(lambda number: None)):
-        details = simulated(120, Late()).detailed_results
+        details = simulated(80, Late()).detailed_results
     assert own.requests > 30
     assert min(scores_of(details)) > 0
     assert details.async_stats.retried_requests > 10
@@ -153,12 +153,12 @@ def test_where_a_run_hears_all_lm_calls_itself_dspy_calls_no_callback_after_the_
             return await super().aforward(question)
 
     with dspy.context(lm=raising(lambda number: None)):
-        simulated(120, Looking(), num_threads=4)
+        simulated(80, Looking(), num_threads=4)
     assert len(heard) > 50
     assert not any(heard[12:]), "a callback costs dspy as much as half of a rollout's other work"
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     bursts=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 40)), min_size=1, max_size=4),
     name=st.sampled_from(list(TEMPORARY)),
@@ -205,7 +205,7 @@ def test_the_burst_of_a_whole_backend_is_waited_out() -> None:
             return await super().aforward(question)
 
     with dspy.context(lm=raising(choose)):
-        details = simulated(150, Slow()).detailed_results
+        details = simulated(90, Slow()).detailed_results
     assert refused
     assert details.async_stats.ended.get("failed", 0) == 0
     assert min(scores_of(details)) > 0
@@ -243,7 +243,7 @@ def test_rollouts_that_take_too_long_are_given_up_and_asked_again() -> None:
             return await super().aforward(question)
 
     with dspy.context(lm=raising(lambda number: None)):
-        details = simulated(150, Slow(), workflow=Workflow(rollout_timeout_seconds=30)).detailed_results
+        details = simulated(90, Slow(), workflow=Workflow(rollout_timeout_seconds=30)).detailed_results
     stats = details.async_stats
     assert stats.timed_out_rollouts == 3
     assert min(scores_of(details)) > 0
@@ -273,7 +273,7 @@ def test_a_refusal_for_good_ends_the_run_with_one_clear_error_and_the_best_so_fa
     with dspy.context(lm=raising(lambda number: error())), pytest.raises(RunAbortedError, match=says) as at_once:
         compiled()
     assert at_once.value.best_program is None
-    late = raising(lambda number: error() if number > 100 else None)
+    late = raising(lambda number: error() if number > 60 else None)
     with dspy.context(lm=late), pytest.raises(RunAbortedError, match=says) as caught:
         compiled(ENDLESS)
     best: Any = caught.value.best_program
@@ -335,7 +335,7 @@ def test_a_reflection_that_fails_for_a_while_is_asked_again_and_one_that_raises_
             raise LMServerError("503")
         return reply_for(prompt, new_instruction=f"Instruction {hashed(prompt) % 100_000}")
 
-    stats = simulated(120, reflection_lm=fake_lm(reflect)).async_stats
+    stats = simulated(80, reflection_lm=fake_lm(reflect)).async_stats
     assert stats.retried_requests > 0
     assert stats.ended.get("failed", 0) == 0
     assert stats.ended["committed"] > 0

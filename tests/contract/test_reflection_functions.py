@@ -140,14 +140,14 @@ def test_an_error_that_some_reflections_have_does_not_end_the_run() -> None:
             raise KeyError("no idea")
         return {name: f"Instruction {hashed(candidate, reflective_dataset)}" for name in components_to_update}
 
-    stats = simulated(200, instruction_proposer=proposer).async_stats
+    stats = simulated(110, instruction_proposer=proposer).async_stats
     assert stats.outcome == "finished"
     assert stats.ended["failed"] > 0
 
 
 def test_that_no_reply_of_the_first_reflections_could_be_read_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        stats = simulated(200, reflection_lm=lambda prompt: "no field in sight {").async_stats
+        stats = simulated(110, reflection_lm=lambda prompt: "no field in sight {").async_stats
     assert stats.outcome in ("finished", "failed")
     said = [
         record.message for record in caplog.records if "None of the first 4 reflections was of use" in record.message

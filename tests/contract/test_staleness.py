@@ -87,7 +87,7 @@ def test_with_any_search_and_policy_the_budget_holds_every_step_ends_and_the_win
 
 
 def test_the_same_run_in_virtual_time_is_the_same_run() -> None:
-    assert facts(compiled(150).detailed_results) == facts(compiled(150).detailed_results)
+    assert facts(compiled(90).detailed_results) == facts(compiled(90).detailed_results)
 
 
 def test_one_candidate_has_what_the_children_of_many_steps_learnt() -> None:
@@ -168,8 +168,8 @@ def test_each_session_of_a_run_that_goes_on_validates_its_last_head_in_time(tmp_
 
 def test_children_that_stand_for_themselves_leave_the_last_head_its_time(tmp_path: Path) -> None:
     runs = [play(Rules(train=30, val=200), None, max_seconds=240).async_stats]
-    runs += [play(Rules(train=30, val=200), None, max_seconds=120, log_dir=str(tmp_path)).async_stats for _ in range(3)]
-    for stats, most in zip(runs, (240, 120, 120, 120), strict=True):
+    runs += [play(Rules(train=30, val=200), None, max_seconds=120, log_dir=str(tmp_path)).async_stats for _ in range(2)]
+    for stats, most in zip(runs, (240, 120, 120), strict=True):
         check_ends(stats)
         assert stats.seconds < most + 60, "a validation takes about forty seconds"
 
@@ -181,7 +181,7 @@ def test_steps_whose_child_would_come_after_the_last_head_end_before_they_ask_fo
     assert stats.seconds < 75, "sixteen steps at once took up to ninety"
 
 
-@pytest.mark.parametrize("calls", [780, 860, 920, 980])
+@pytest.mark.parametrize("calls", [780, *(pytest.param(calls, marks=pytest.mark.long) for calls in (860, 920, 980))])
 def test_the_last_head_is_paid_where_metric_calls_and_time_end_at_once(calls: int) -> None:
     program = play(Rules(seed=1, train=30, val=200), calls, max_seconds=180)
     stats, details = program.async_stats, program.detailed_results
@@ -199,19 +199,19 @@ class Hanging(Rules):
     hung = False
 
     def seconds(self, text: str, question: str) -> float:
-        is_late = asyncio.get_running_loop().time() >= 300  # virtual time begins with the run
+        is_late = asyncio.get_running_loop().time() >= 150  # virtual time begins with the run
         if not self.hung and is_late and question.startswith("v") and "rule" in text:
             self.hung = True
-            return 130.0
+            return 65.0
         return super().seconds(text, question)
 
 
 def test_one_answer_that_hangs_in_a_validation_does_not_end_the_run_a_fifth_too_early() -> None:
     world = Hanging(train=30, val=20, rules=400, helps=0.002)
-    stats = play(world, None, max_seconds=600).async_stats
+    stats = play(world, None, max_seconds=300).async_stats
     check_ends(stats)
     assert world.hung
-    assert stats.seconds > 550
+    assert stats.seconds > 275
 
 
 # Repairs
@@ -271,7 +271,7 @@ def test_while_a_provider_does_not_answer_repairs_are_left_out_and_asked_for_aga
     class Away(dspy.Module):
         async def aforward(self, head: Any, children: Any, **_: Any) -> Any:
             asked.append(asyncio.get_running_loop().time())
-            if 60 < asked[-1] < 400:
+            if 30 < asked[-1] < 170:
                 raise LMRateLimitError("slow down", model="simulated")
             best = min(0.85, quality(head[next(iter(children[0].texts))]) + 0.02)
             return dspy.Prediction(
@@ -280,11 +280,11 @@ def test_while_a_provider_does_not_answer_repairs_are_left_out_and_asked_for_aga
 
     world = World(train=30, val=30, score=lambda text, question: quality(text))
     play(
-        world, None, max_seconds=900, num_threads=32, search="pareto", staleness=EACH,
+        world, None, max_seconds=300, num_threads=32, search="pareto", staleness=EACH,
         stale_candidate_reflection=Away(),
     )  # fmt: skip
-    assert [second for second in asked if second <= 60]
-    assert [second for second in asked if second >= 400]
+    assert [second for second in asked if second <= 30]
+    assert [second for second in asked if second >= 170]
 
 
 def test_no_repair_is_begun_once_max_cost_is_spent() -> None:
@@ -294,7 +294,7 @@ def test_no_repair_is_begun_once_max_cost_is_spent() -> None:
     stats = compiled(3000, staleness=EACH, **limits).async_stats
     assert stats.proposals > 0
     assert stats.integration_calls == 0
-    assert compiled(300, staleness=EACH, **limits | {"max_cost": 1.0}).async_stats.integration_calls > 0
+    assert compiled(100, staleness=EACH, **limits | {"max_cost": 1.0}).async_stats.integration_calls > 0
 
 
 def unread() -> dspy.Module:
@@ -389,10 +389,10 @@ def test_a_provider_that_fails_during_a_repair_costs_no_score() -> None:
         async def aforward(self, **_: Any) -> Any:
             raise LMRateLimitError("slow down", model="simulated")
 
-    program = compiled(300, num_threads=32, staleness=EACH, stale_candidate_reflection=Limited())
+    program = compiled(110, num_threads=32, staleness=EACH, stale_candidate_reflection=Limited())
     stats = program.async_stats
     check_ends(stats)
-    assert program.scored == stats.metric_calls <= 300
+    assert program.scored == stats.metric_calls <= 110
     assert min(score for one in program.detailed_results.val_subscores for score in one.values()) >= 0
 
 
@@ -435,7 +435,7 @@ def test_guarded_discards_what_is_behind_where_it_looks_and_full_discards_nothin
 ) -> None:
     """Another width bounds the gap beforehand, so that there may be nothing to discard."""
     guarded, full = (
-        play(world(), 900, num_threads=64, search=search, staleness=one, use_merge=False).async_stats
+        play(world(), 450, num_threads=64, search=search, staleness=one, use_merge=False).async_stats
         for one in (Guarded(0, looks=(place,)), "full")
     )
     behind = sum(count for gap, count in guarded.gaps[place].items() if gap > 0)
@@ -450,14 +450,14 @@ def test_guarded_discards_what_is_behind_where_it_looks_and_full_discards_nothin
 @pytest.mark.parametrize("place", ["after_propose", "after_screen"])
 def test_with_edits_a_child_that_guarded_discards_is_not_taken_apart(tmp_path: Path, place: Any) -> None:
     policy = Guarded(0, looks=(place,))
-    stats = play(Rules(), 900, num_threads=32, staleness=policy, log_dir=str(tmp_path)).async_stats
+    stats = play(Rules(), 450, num_threads=32, staleness=policy, log_dir=str(tmp_path)).async_stats
     stale = {step for (step,) in sql(tmp_path, "SELECT step FROM ends WHERE reason LIKE '%more than max_gap=0'")}
     assert stale
     assert not stale & {change.step for change in stats.changes}
 
 
 def test_lockstep_knows_no_staleness() -> None:
-    stats = compiled(200, schedule="lockstep").async_stats
+    stats = compiled(90, schedule="lockstep").async_stats
     assert stats.integration_calls == 0
     assert set(stats.gaps["before_commit"]) <= {0}
 
@@ -467,19 +467,19 @@ def test_lockstep_knows_no_staleness() -> None:
 
 @pytest.mark.parametrize("search", ["edits", "pareto"])
 def test_reflection_calls_are_limited(search: Any) -> None:
-    stats = compiled(2000, search=search, max_reflection_calls=10, num_threads=1).async_stats
-    assert stats.stop_reason == "max_reflection_calls=10 is spent"
-    assert 10 <= stats.reflection_calls <= 10 + stats.slots + 20, "what ran was finished"
-    lockstep = compiled(2000, max_reflection_calls=10, schedule="lockstep").async_stats
-    assert lockstep.reflection_calls in (10, 11), "the last step finishes"
+    stats = compiled(2000, search=search, max_reflection_calls=6, num_threads=1).async_stats
+    assert stats.stop_reason == "max_reflection_calls=6 is spent"
+    assert 6 <= stats.reflection_calls <= 6 + stats.slots + 20, "what ran was finished"
+    lockstep = compiled(2000, max_reflection_calls=6, schedule="lockstep").async_stats
+    assert lockstep.reflection_calls in (6, 7), "the last step finishes"
 
 
 def test_dollars_are_limited_where_prices_are_known() -> None:
     price = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
     litellm.register_model({"priced": price})
-    stats = compiled(2000, max_cost=0.05, schedule="lockstep", model_name="priced").async_stats
-    assert 0.05 <= stats.cost_dollars < 0.15
-    assert stats.stop_reason == "max_cost=0.05 dollars is spent"
+    stats = compiled(2000, max_cost=0.02, schedule="lockstep", model_name="priced").async_stats
+    assert 0.02 <= stats.cost_dollars < 0.06
+    assert stats.stop_reason == "max_cost=0.02 dollars is spent"
 
 
 def test_a_limit_in_dollars_without_a_price_is_refused_before_any_call() -> None:
@@ -495,7 +495,7 @@ def test_a_limit_in_dollars_without_a_price_is_refused_before_any_call() -> None
 
 
 def test_the_lineage_of_a_run_that_went_on_is_printed(tmp_path: Path) -> None:
-    for calls in (150, 400):
+    for calls in (90, 180):
         program = compiled(calls, log_dir=str(tmp_path), search="pareto", staleness=EACH)
     status, printed, _ = command("lineage", str(tmp_path))
     assert status == 0
@@ -573,7 +573,7 @@ def test_harm_does_not_stay_in_the_best_program(seed: int) -> None:
     assert sum(known) > 0.6 * len(known), "most effects have the right sign"
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.integers(30, 250), st.integers(0, 3), st.floats(0, 1), st.sampled_from([1, 4, 16]))
 def test_no_budget_that_pays_two_steps_is_exceeded_and_every_step_ends_once(
     calls: int, seed: int, harmful: float, threads: int
@@ -600,7 +600,7 @@ def test_a_perfect_score_below_zero_ends_no_run() -> None:
     world = Rules()
     plain = world.score
     world.score = lambda text, question: plain(text, question) - 5
-    program = play(world, 300, perfect_score=-4.0)
+    program = play(world, 150, perfect_score=-4.0)
     assert program.async_stats.changes
     check_ends(program.async_stats)
 

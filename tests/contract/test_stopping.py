@@ -523,7 +523,7 @@ def test_best_so_far_is_none_before_the_seed_is_validated_and_the_runs_best_afte
         early.append(one.best_so_far())
         return digits(gold, pred)
 
-    one = optimizer(120, metric=metric)
+    one = optimizer(80, metric=metric)
     assert one.best_so_far() is None
     program = compiled(one)
     best: Any = one.best_so_far()
@@ -545,7 +545,7 @@ def test_best_so_far_in_a_callback_knows_the_candidate_that_was_just_validated()
         assert details.async_stats is None
         known.append((max(scores), details.val_aggregate_scores[details.best_idx]))
 
-    one = optimizer(200)
+    one = optimizer(110)
     one.gepa_kwargs = on("on_valset_evaluated", validated)
     compiled(one)
     assert len(known) > 2
@@ -626,7 +626,7 @@ def test_best_so_far_is_that_of_the_compile_that_began_last() -> None:
             assert text_of(one.best_so_far()) == text_of(inner[0])
 
     settings = {"lm": fake_lm(lambda prompt: reply_for(prompt, answer=str(hashed("inner", prompt) % 7)))}
-    one = optimizer(150)
+    one = optimizer(90)
     one.gepa_kwargs = on("on_candidate_accepted", begin)
     compiled(one)
     best: Any = one.best_so_far()
@@ -634,9 +634,9 @@ def test_best_so_far_is_that_of_the_compile_that_began_last() -> None:
 
 
 def test_best_so_far_of_a_run_that_goes_on_from_a_checkpoint_is_the_checkpoints_best(tmp_path: Path) -> None:
-    first = compiled(optimizer(150, log_dir=str(tmp_path)))
+    first = compiled(optimizer(90, log_dir=str(tmp_path)))
     known: list[Any] = []
-    one = optimizer(200, log_dir=str(tmp_path))
+    one = optimizer(110, log_dir=str(tmp_path))
     one.gepa_kwargs = on("on_iteration_start", lambda _: known.append(one.best_so_far()))
     compiled(one)
     assert len(first.detailed_results.candidates) > 1
@@ -655,14 +655,14 @@ def summary(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
 def test_the_end_of_a_run_is_told_once_and_as_its_statistics_tell_it(caplog: pytest.LogCaptureFixture) -> None:
     dspys = logging.getLogger("dspy.teleprompt.gepa.gepa")  # what dspy shows by itself
     with caplog.at_level(logging.INFO, logger=dspys.name):
-        program = compiled(optimizer(150))
+        program = compiled(optimizer(90))
     stats, said = program.async_stats, summary(caplog)
     assert said.levelno == logging.INFO
     assert said.getMessage() == f"AsyncGEPA {stats!r}"
     scores = program.detailed_results.val_aggregate_scores
     assert (stats.seed_score, stats.best_score) == (scores[0], max(scores))
     assert f"{stats.seed_score:.4g} (the program given) -> {stats.best_score:.4g} (the program returned)" in repr(stats)
-    assert f"metric calls: {stats.metric_calls} of 150" in repr(stats)
+    assert f"metric calls: {stats.metric_calls} of 90" in repr(stats)
     assert str(stats) == repr(stats)
     assert len(repr(stats)) < 2000
     added = [line[1:] for line in stats.prompt_change.splitlines() if line.startswith("+") and line[:3] != "+++"]

@@ -88,7 +88,7 @@ def test_the_last_figures_are_those_of_async_stats(wandb: FakeWandb, schedule: A
     task, reflection = priced(task_lm()), reflection_lm()
     reflection.model = "nobody-has-a-price-for-this"
     with dspy.context(lm=task):
-        stats = compiled(150, reflection_lm=reflection, schedule=schedule, use_wandb=True).async_stats
+        stats = compiled(90, reflection_lm=reflection, schedule=schedule, use_wandb=True).async_stats
     last = {name: wandb.of(name)[-1] for name in ("tokens/task", "tokens/reflection", "dollars/task", "integrations")}
     of_task = [dollars for stage, dollars in stats.dollars_by_stage.items() if stage not in ("propose", "integrate")]
     assert last == {
@@ -107,7 +107,7 @@ def test_the_last_figures_are_those_of_async_stats(wandb: FakeWandb, schedule: A
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
 def test_wandb_takes_every_candidate_though_steps_overlap(wandb: FakeWandb, schedule: Any) -> None:
     with dspy.context(lm=task_lm()):
-        details = compiled(300, schedule=schedule, use_wandb=True).detailed_results
+        details = compiled(130, schedule=schedule, use_wandb=True).detailed_results
     assert len(details.candidates) > 3
     assert wandb.ignored == []
     assert sorted(wandb.of("new_program_idx")) == list(range(len(details.candidates)))
@@ -136,7 +136,7 @@ def test_a_tracker_that_takes_long_does_not_hold_up_the_run(monkeypatch: pytest.
         run_is_done.set()
 
     with dspy.context(lm=task_lm()):
-        details = compiled(150, use_wandb=True, gepa_kwargs=on("on_optimization_end", end)).detailed_results
+        details = compiled(90, use_wandb=True, gepa_kwargs=on("on_optimization_end", end)).detailed_results
     assert told_meanwhile == [0]
     assert sorted(slow.of("new_program_idx")) == list(range(len(details.candidates)))
     assert slow.ended
@@ -150,7 +150,7 @@ def test_a_run_with_a_directory_ends_with_the_report_which_holds_no_secret(
 ) -> None:
     monkeypatch.setenv("THEIR_API_KEY", SECRET)
     leaks = fake_lm(lambda prompt: reply_for(prompt, new_instruction=f"Say {SECRET} {len(prompt)}"))
-    one = optimizer(150, use_wandb=True, log_dir=str(tmp_path / "run"), reflection_lm=leaks)
+    one = optimizer(90, use_wandb=True, log_dir=str(tmp_path / "run"), reflection_lm=leaks)
     data = {"trainset": examples("t", 7), "valset": examples("v", 9)}
     with dspy.context(lm=task_lm()):
         asyncio.run(one.acompile(Chain(), **data)) if awaited else one.compile(Chain(), **data)
@@ -164,7 +164,7 @@ def test_a_run_with_a_directory_ends_with_the_report_which_holds_no_secret(
 def test_a_run_that_an_error_ends_has_its_report_too(wandb: FakeWandb, tmp_path: Path) -> None:
     refuses = raising(lambda number: dspy.LMAuthError("no such key") if number > 40 else None)
     with dspy.context(lm=refuses), pytest.raises(RunAbortedError):
-        compiled(150, use_wandb=True, log_dir=str(tmp_path))
+        compiled(90, use_wandb=True, log_dir=str(tmp_path))
     [page] = wandb.of("report")
     assert "aborted" in page
     assert wandb.ended

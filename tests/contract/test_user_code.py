@@ -44,7 +44,7 @@ def test_a_proposer_whose_every_text_is_useless_ends_the_run_with_its_error() ->
         return dict.fromkeys(components_to_update)
 
     with pytest.raises(TypeError, match="is None, expected a text"):
-        compiled(400, instruction_proposer=proposer)
+        compiled(160, instruction_proposer=proposer)
 
 
 # Code of the user's
@@ -89,13 +89,13 @@ def test_a_strategy_that_raises_is_named_and_the_best_so_far_stays(
     hook: str, schedule: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR, logger="dspy_flashevolve"), pytest.raises(LookupError) as caught:
-        compiled(150, log_dir=str(tmp_path), schedule=schedule, **with_hook(hook, mine(hook, 2)))
+        compiled(90, log_dir=str(tmp_path), schedule=schedule, **with_hook(hook, mine(hook, 2)))
     assert f"{hook}: Mine.broken raised LookupError: it broke" in caplog.text
     best: Any = caught.value
     assert best.best_program.detailed_results.val_subscores[0].keys() == set(range(len(VAL)))
-    resumed = compiled(150, log_dir=str(tmp_path), schedule=schedule).detailed_results
+    resumed = compiled(90, log_dir=str(tmp_path), schedule=schedule).detailed_results
     assert len(resumed.val_aggregate_scores) >= len(best.best_program.detailed_results.val_aggregate_scores)
-    assert resumed.total_metric_calls <= 150 or schedule == "lockstep"
+    assert resumed.total_metric_calls <= 90 or schedule == "lockstep"
 
 
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
@@ -110,7 +110,7 @@ def test_a_stopper_that_raises_is_named_among_others(schedule: Any, caplog: pyte
         return False
 
     with caplog.at_level(logging.ERROR, logger="dspy_flashevolve"), pytest.raises(LookupError) as caught:
-        compiled(300, schedule=schedule, gepa_kwargs={"stop_callbacks": [my_stopper]})
+        compiled(130, schedule=schedule, gepa_kwargs={"stop_callbacks": [my_stopper]})
     assert "my_stopper raised LookupError: it broke" in caplog.text
     assert "stop_callbacks: " in caplog.text
     assert caught.value.best_program is not None  # type: ignore[attr-defined]
@@ -135,9 +135,9 @@ class Breaks:
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
 def test_callbacks_that_raise_change_nothing_and_are_named(schedule: Any, caplog: pytest.LogCaptureFixture) -> None:
     one_at_a_time: dict[str, Any] = {"schedule": schedule, "num_threads": 1}
-    quiet = compiled(150, **one_at_a_time).detailed_results
+    quiet = compiled(90, **one_at_a_time).detailed_results
     with caplog.at_level(logging.WARNING):
-        loud = compiled(150, gepa_kwargs={"callbacks": [Breaks()]}, **one_at_a_time).detailed_results
+        loud = compiled(90, gepa_kwargs={"callbacks": [Breaks()]}, **one_at_a_time).detailed_results
     assert "Callback Breaks() failed on on_iteration_end: it broke" in caplog.text
     assert loud.val_subscores[0] == quiet.val_subscores[0]
     if schedule == "lockstep":
