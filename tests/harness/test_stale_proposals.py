@@ -12,7 +12,7 @@ def test_a_revision_that_fits_no_format_leaves_a_stale_proposal_as_it_is(tmp_pat
     def answer(prompt: str) -> str:
         return "no fields" if "patched_module" in prompt else proposes(lambda name, entry: None, prompt)
 
-    results = run(tmp_path, "reflective", 10, proposer_lm=fake_lm(answer)).detailed_results
+    results = run(tmp_path, "reflective", 24, proposer_lm=fake_lm(answer)).detailed_results
     assert results.stats.requests_by_stage["patch"] > 0
     assert results.stats.ended["failed"] == 0
-    assert len(results.candidates) + len(results.failed) == 1 + 10 * 2
+    assert len(results.candidates) + len(results.failed) == 1 + 24 * 2
