@@ -153,7 +153,7 @@ def test_merges_are_kept_and_no_sample_is_lost_or_applied_twice_for_them(tmp_pat
         assert list(wrongs(tmp_path)) == []
     program, asked = compiled(tmp_path / "run", schedule=schedule, reply=merging_replies, **refining)
     operations = program.async_stats.operations
-    assert program.async_stats.samples == operations["add"] == 24
+    assert program.async_stats.samples == operations["add"] == len(TRAIN)
     assert operations["merge"] > 4
     assert list(wrongs(tmp_path)) == []
     assert asked.calls < 200, "what was answered before is not asked again"
