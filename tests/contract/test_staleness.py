@@ -287,6 +287,70 @@ def test_while_a_provider_does_not_answer_repairs_are_left_out_and_asked_for_aga
     assert [second for second in asked if second >= 170]
 
 
+class Timed(Rules):
+    """Remembers when each text's first validation rollout began, in virtual seconds."""
+
+    began: dict[str, float]
+
+    def seconds(self, text: str, question: str) -> float:
+        if question.startswith("v"):
+            self.began.setdefault(text, asyncio.get_running_loop().time())
+        return super().seconds(text, question)
+
+
+def test_no_repair_is_asked_for_once_the_last_head_is_being_validated() -> None:
+    asked: list[float] = []
+
+    class Asked(dspy.Module):
+        async def aforward(self, head: Any, children: Any, **_: Any) -> Any:
+            asked.append(asyncio.get_running_loop().time())
+            [child] = children
+            added = {name: set(text.splitlines()) - set(head[name].splitlines()) for name, text in child.texts.items()}
+            texts = {name: "\n".join([head[name], *sorted(lines)]) for name, lines in added.items()}
+            return dspy.Prediction(texts=texts, verdicts=[SimpleNamespace(child=1, verdict="orthogonal", reason="so")])
+
+    world = Timed(train=30, val=60, reflection_seconds=15.0, helps=0.05)
+    world.began = {}
+    program = play(
+        world, None, max_seconds=60, num_threads=32, staleness=EACH, stale_candidate_reflection=Asked()
+    )  # fmt: skip
+    check_ends(program.async_stats)
+    last = program.detailed_results.candidates[-1].steps[0].signature.instructions
+    assert len(asked) > 10
+    assert max(asked) <= world.began[last]
+    assert any("the last head is being validated" in reason for reason in program.async_stats.end_reasons)
+
+
+def test_a_repair_that_was_paid_is_read_again_when_the_run_goes_on_though_its_child_is_not_stale_any_more(
+    tmp_path: Path,
+) -> None:
+    class Refused(World):
+        """Whoever runs a patched text finds that the key is refused."""
+
+        def seconds(self, text: str, question: str) -> float:
+            if "patched" in text:
+                raise LMAuthError("no such key", model="simulated")
+            return super().seconds(text, question)
+
+    asked: list[str] = []
+
+    def patching_counted(head: dict[str, str], children: Any) -> Any:
+        asked.extend(children[0].texts.values())
+        return patching(head, children)
+
+    options: dict[str, Any] = {
+        "search": "pareto",
+        "stale_candidate_reflection": Saying(patching_counted),
+        "log_dir": str(tmp_path),
+    }
+    with pytest.raises(RunAbortedError, match="no such key"):
+        play(Refused(), 200, staleness=EACH, **options)
+    [(paid,)] = sql(tmp_path, "SELECT COUNT(*) FROM replies WHERE stage = 'integrate'")
+    world = World()
+    play(world, 200, staleness="full", **options)
+    assert len({text for text, _ in world.scored if "patched" in text}) == paid == len(asked) > 0
+
+
 def test_no_repair_is_begun_once_max_cost_is_spent() -> None:
     price = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
     litellm.register_model({"priced": price})
