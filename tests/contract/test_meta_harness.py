@@ -290,7 +290,7 @@ def test_with_the_real_sandbox_a_harness_learns_and_a_hostile_one_fails() -> Non
     def metric(gold: Any, pred: Any, trace: Any = None) -> float:
         return float(gold.answer == pred.answer)
 
-    limits = Limits(seconds=60.0, cpu_seconds=1)
+    limits = Limits(seconds=60.0, cpu_seconds=4)
     optimizer = AsyncMetaHarness(
         metric, proposer_lm=lm, iterations=1, num_threads=4, limits=limits, accept_missing_protection=LAYERS
     )

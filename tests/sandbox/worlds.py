@@ -13,7 +13,7 @@ from dspy_flashevolve.sandbox.sandbox import Sandbox
 
 TIGHT = Limits(
     seconds=60.0,
-    cpu_seconds=1,
+    cpu_seconds=4,
     memory_bytes=256 << 20,
     output_bytes=1 << 20,
     scratch_bytes=4 << 20,
