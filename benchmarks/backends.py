@@ -10,9 +10,8 @@ from typing import Any
 
 import dspy
 
-from benchmarks.measure import Bench, NoMeter
+from benchmarks.measure import Bench, NoMeter, VllmMeter
 from benchmarks.methods import Workload
-from benchmarks.vllm_cpu import VllmMeter
 from benchmarks.workloads.registry import workload_named
 from benchmarks.workloads.simulated import served, simulated
 from dspy_flashevolve.sim import HouseRules

@@ -10,18 +10,29 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import threading
+import time
 import traceback
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import dspy
 
 from benchmarks.methods import Limits, Method, Workload
 from benchmarks.results import Result
 from benchmarks.trajectory import Recorder
+
+_COUNTERS = {
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "completion_tokens": "vllm:generation_tokens_total",
+    "requests": "vllm:request_success_total",
+}
+_QUIET_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,48 @@ class NoMeter:
     def read(self) -> Figures:
         """Nothing counted."""
         return Figures()
+
+
+def counter(metrics: str, name: str) -> float:
+    """The sum of a counter over its labels in Prometheus' text.
+
+    Example:
+        >>> counter('a_total{x="1"} 2.0\\na_total{x="2"} 3.0\\na_total_b 9', "a_total")
+        5.0
+    """
+    found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)", metrics, re.MULTILINE)
+    return sum((float(value) for value in found), 0.0)
+
+
+class VllmMeter:
+    """Reads the totals of a vLLM server, as differences from the last reset."""
+
+    def __init__(self, api_base: str) -> None:
+        parts = urlsplit(api_base)
+        self._url = f"{parts.scheme}://{parts.netloc}/metrics"
+        self._before: dict[str, float] = {}
+
+    def reset(self) -> None:
+        """Wait until nothing is in flight, and count from here."""
+        deadline = time.monotonic() + _QUIET_SECONDS
+        while counter(self._text(), "vllm:num_requests_running") + counter(self._text(), "vllm:num_requests_waiting"):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._url} shows requests in flight for {_QUIET_SECONDS:.0f} s: is it shared?")
+            time.sleep(0.2)
+        self._before = self._totals()
+
+    def read(self) -> Figures:
+        """What was counted since."""
+        now = {name: value - self._before.get(name, 0.0) for name, value in self._totals().items()}
+        return Figures(now["prompt_tokens"], now["completion_tokens"], int(now["requests"]))
+
+    def _totals(self) -> dict[str, float]:
+        text = self._text()
+        return {name: counter(text, metric) for name, metric in _COUNTERS.items()}
+
+    def _text(self) -> str:
+        with urllib.request.urlopen(self._url, timeout=30) as reply:
+            return reply.read().decode()
 
 
 class CountedMetric:

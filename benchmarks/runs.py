@@ -146,10 +146,6 @@ class Row(Scored):
         size = (self.profile, self.model, self.reflection_seconds, self.slots, self.train, self.val)
         return (self.condition, self.limit, *size, self.task, self.seed, self.method)
 
-    def a_minute(self, count: float) -> float | None:
-        """A count over the span."""
-        return 60 * count / self.span if self.span else None
-
     @property
     def where(self) -> str:
         """The task and the limit, for people."""

@@ -6,8 +6,7 @@ none of the last requests. Among the replicas that remain, requests with the sam
 loads it by more than :data:`MAX_LOAD_FACTOR` times its share (consistent hashing with bounded loads, arXiv 1608.01350):
 what its prefix cache keeps of their common beginning is of use to them.
 
-``python -m benchmarks.several_servers`` measures this: two servers of unequal speed make 100% of the sum of what each
-makes alone (docs/scheduling.md).
+Measured, two servers of unequal speed make all of the sum of what each makes alone (docs/scheduling.md).
 """
 
 from __future__ import annotations

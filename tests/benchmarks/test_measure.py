@@ -9,23 +9,42 @@ import dspy
 import pytest
 
 from benchmarks import throughput
-from benchmarks.engine_cost import NoOp, checksum_score, run, workload
-from benchmarks.measure import Bench, CountedMetric, Figures, NoMeter
+from benchmarks.measure import Bench, CountedMetric, Figures, NoMeter, counter
 from benchmarks.methods import UNLIMITED_CALLS, Limits, Method, PlainEvaluation, Workload, method
 from benchmarks.results import read_results
 from benchmarks.trajectory import Recorder
-from benchmarks.vllm_cpu import counter
 from benchmarks.workloads.house_rules import without_aforward
 from dspy_flashevolve.programs.placement import runs_on_loop
 from dspy_flashevolve.sim import HouseRules
-from tests.fakes import reflection_lm, task_lm
+from tests.fakes import examples, hashed, reflection_lm, task_lm
 
 BENCH = Bench("test", "fake", NoMeter())
 
 
-def _workload(examples: int = 6) -> Workload:
-    base = workload(checksum_score, examples)
-    return Workload(NoOp, base.trainset, base.valset, checksum_score, task_lm(), reflection_lm())
+class NoOp(dspy.Module):
+    """Answers with its own instruction, at once, and leaves the trace that a predictor would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = dspy.Predict(dspy.Signature("question -> text", "Answer."))
+
+    def forward(self, question: str) -> dspy.Prediction:
+        prediction = dspy.Prediction(text=self.answer.signature.instructions)
+        if dspy.settings.trace is not None:
+            dspy.settings.trace.append((self.answer, {"question": question}, prediction))
+        return prediction
+
+    async def aforward(self, question: str) -> dspy.Prediction:
+        return self.forward(question)
+
+
+def checksum_score(gold: Any, pred: Any, *_: Any) -> dspy.Prediction:
+    """A score below 1 that the instruction and the question decide."""
+    return dspy.Prediction(score=hashed(pred.text, gold.question) % 997 / 1000, feedback="None.")
+
+
+def _workload() -> Workload:
+    return Workload(NoOp, examples("t", 6), examples("v", 6), checksum_score, task_lm(), reflection_lm())
 
 
 @pytest.mark.parametrize("name", ["gepa", "gepa-independent-4", "gepa-pxn-2x2"])
@@ -106,15 +125,6 @@ def test_the_servers_figures_are_read_once() -> None:
     meter = Meter()
     result = Bench("test", "fake", meter).run(method("evaluate"), _workload(), Limits(2, 0, seconds=5, metric_calls=8))
     assert (meter.reads, result.completion_tokens, result.requests) == (1, 12.0, 3)
-
-
-@pytest.mark.parametrize("name", ["evaluate", "gepa", "async"])
-def test_the_engines_cost_is_measured_without_a_language_model(name: str) -> None:
-    with dspy.context(lm=None):
-        cost = run(name, 200, 8, checksum_score, examples=10)
-    assert cost.error == ""
-    assert cost.rollouts >= (200 if name != "async" else 150)
-    assert cost.cpu_milliseconds_per_rollout > 0
 
 
 def test_a_counter_of_prometheus_is_summed_over_its_labels() -> None:

@@ -1,13 +1,12 @@
-"""`benchmarks.provider_limits` and `benchmarks.several_servers`: what they count, and what their tables say."""
+"""`benchmarks.provider_limits`: what it counts, and what its table says."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import provider_limits, several_servers
+from benchmarks import provider_limits
 from benchmarks.provider_limits import CASES, Use, used
-from benchmarks.several_servers import Phase
 
 
 def stats(requests: int, tokens: int, refused: int) -> Any:
@@ -20,13 +19,3 @@ def test_use_is_what_came_between_two_readings_as_a_share_of_the_limits() -> Non
     assert use.shares == (1.0, 0.75)
     assert use.refused_share == 6 / 1206
     assert provider_limits.row(CASES[0], use)[-3:] == ["100.0%", "75.0%", "0.50% (6)"]
-
-
-def test_two_servers_are_compared_with_the_sum_of_each_alone() -> None:
-    phases = [
-        Phase("fast", "steady", 60, {"fast": 300.0}),
-        Phase("slow", "steady", 60, {"slow": 100.0}),
-        Phase("fast + slow", "steady", 60, {"fast": 280.0, "slow": 100.0}),
-        Phase("fast + slow", "fast is down", 30, {"slow": 90.0}),
-    ]
-    assert [row[-1] for row in several_servers.rows(phases)] == ["-", "-", "95.0%", "90.0%"]

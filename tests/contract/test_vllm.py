@@ -1,4 +1,4 @@
-"""AsyncGEPA on a real vLLM, in small: `python -m benchmarks.vllm_cpu` is the same at length.
+"""AsyncGEPA on a real vLLM, in small: `python -m benchmarks.run WORKLOAD --task-base ADDRESS` is the same at length.
 
 Runs where a server answers at FLASHEVOLVE_VLLM_BASE, e.g. http://127.0.0.1:8111/v1 (`make test-slow`).
 """

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import dspy
 import pytest
 
-from benchmarks.workloads import constraints, ifbench, ifeval
+from benchmarks.workloads import constraints, ifbench
 from benchmarks.workloads.definition import NamedWorkload
 from benchmarks.workloads.registry import workload_named
 from dspy_flashevolve import AsyncGEPA
-from tests.benchmarks.workloads.conftest import REAL_FOLDER
 from tests.fakes import fake_lm, reply_for
 
 pytest.importorskip("if_verifiable", reason="if-verifiable judges the constraints, on Python 3.11 or newer")
@@ -99,12 +97,10 @@ GOLD = dspy.Example(
 ).with_inputs("prompt")
 
 
-@pytest.mark.parametrize(("metric", "score"), [(ifbench.metric, 2 / 3), (ifeval.metric, 0)])
-def test_ifbench_scores_loosely_and_ifeval_strictly_with_the_same_feedback(
-    metric: Callable[..., Any], score: float
-) -> None:
+def test_the_score_is_loose_and_the_feedback_says_what_is_met_strictly() -> None:
+    metric = ifbench.metric
     result = metric(GOLD, dspy.Prediction(response="Sure, 1:\nRun and jump"), None, None, None)
-    assert result.score == pytest.approx(score)
+    assert result.score == pytest.approx(2 / 3)
     assert result.feedback.splitlines() == [
         "Not met: Wrap your entire response with double quotation marks.",
         "Met only without the first or last line or the asterisks: In your entire response, refrain from the use of "
@@ -136,28 +132,3 @@ def test_the_real_rows_fill_the_usual_size_and_no_kind_of_the_test_is_learned(re
     learned = {kind for example in workload.trainset + workload.valset for kind in example.kinds}
     tested = {kind for example in workload.testset for kind in example.kinds}
     assert not learned & tested
-
-
-# IFEval for a small model
-
-
-def test_rows_that_ask_for_more_words_than_fit_are_left_out() -> None:
-    assert ifeval.words_demanded([{"relation": "at least", "num_words": 300}]) == 300
-    assert ifeval.words_demanded([{"relation": "less than", "num_words": 300}, {"num_sentences": 2}]) == 24
-    assert ifeval.words_demanded([{}]) == 0
-
-
-def test_too_few_rows_that_fit_are_named(folder: Path, offline: None) -> None:
-    with pytest.raises(ValueError, match="ifeval has 6 rows that fit 100 tokens, 7 were asked for"):
-        ifeval.examples(4, 3, seed=0, max_tokens=100)
-
-
-@pytest.mark.parametrize("source", sorted(ifbench.SOURCES))
-def test_samples_of_the_real_rows_are_disjoint_and_repeatable(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not (REAL_FOLDER / ifbench.SOURCES[source].file).is_file():
-        pytest.skip(f"no {source} in {REAL_FOLDER}: set FLASHEVOLVE_DATA")
-    monkeypatch.setenv("FLASHEVOLVE_DATA", str(REAL_FOLDER))
-    trainset, valset = ifeval.examples(5, 5, seed=1, max_tokens=160, source=source)
-    assert (len(trainset), len(valset)) == (5, 5)
-    assert not prompts(trainset) & prompts(valset)
-    assert (trainset, valset) == ifeval.examples(5, 5, seed=1, max_tokens=160, source=source)
