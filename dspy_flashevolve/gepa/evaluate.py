@@ -488,7 +488,8 @@ class Evaluations:
             worse = len(children) - 1
             if len(children) == 2 and children[1].proposal.tag in (CONSOLIDATION, JOINED):
                 worse, begun = await self._compared(step, plans, is_last)
-            reason = "it is no better on the first examples" if begun else "no budget is left for it"
+            lost = "of the best text and the same written anew, this one is no better on the first examples"
+            reason = lost if begun else "no budget is left for it"
             await self._pool.write(self._pool.reject, step, children.pop(worse).proposal, reason=reason)
             plans.pop(worse)
             if not plans:

@@ -409,7 +409,9 @@ def restore_strategies(
     sampler, merge = parts.batch_sampler, parts.merge
     if type(sampler) is EpochShuffledBatchSampler and (there := kept.get("sampler")):
         names: list[str] = there["shuffled_ids"]
-        if all(name in ids for name in names):
+        # An epoch that was laid out for another size of minibatches does not go on: a new one begins.
+        is_laid_out = names and len(names) % sampler.minibatch_size == 0
+        if is_laid_out and all(name in ids for name in names):
             for name, attribute in SAMPLER.items():
                 setattr(sampler, attribute, there[name])
             sampler.shuffled_ids = [ids[name] for name in names]

@@ -237,14 +237,15 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self.reports.step_begins(step)
         return trace
 
-    def end_step(self, step: Step, accepted: bool, counts: bool = True) -> bool:
+    def end_step(self, step: Step, accepted: bool, counts: bool = True, is_integrated: bool = False) -> bool:
         """Report a step's end and ask the stoppers; True when one of them says stop.
 
         Args:
             counts: the step is an iteration to stoppers that count those without improvement.
+            is_integrated: its changes are in the text that is validated next.
         """
         self.count_calls()
-        self.reports.step_ended(step, accepted)
+        self.reports.step_ended(step, accepted, is_integrated)
         self.keep_strategies()
         return self.should_stop(counts)
 

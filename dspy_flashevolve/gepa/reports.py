@@ -156,12 +156,13 @@ class Reports:
         self._begun.add(step.number)
         self._notify("on_iteration_start", iteration=step.number + 1, state=self._state, trainset_loader=self._trainset)
 
-    def step_ended(self, step: Step, accepted: bool) -> None:
-        """A step has ended."""
+    def step_ended(self, step: Step, accepted: bool, is_integrated: bool = False) -> None:
+        """A step has ended; ``is_integrated``: its changes are in the text that is validated next."""
         self._begun.discard(step.number)
         if step.number in self._without_proposal:
             self._without_proposal.discard(step.number)
-            self._log(step, "Reflective mutation did not propose a new candidate")
+            without = "Reflective mutation did not propose a new candidate"
+            self._log(step, "Its changes go into the next candidate" if is_integrated else without)
         self._iteration_ended(step.number, accepted)
 
     def end_steps(self) -> None:
@@ -340,7 +341,7 @@ class Reports:
         event = {"new_candidate_idx": commit.candidate, "parent_ids": proposal.parent_program_ids}
         if proposal.tag == "merge":
             self._notify("on_merge_accepted", iteration=step.number + 1, **event)
-        score = sum(proposal.subsample_scores_after or [])
+        score = sum(proposal.subsample_scores_after) if proposal.subsample_scores_after else commit.score
         self._notify("on_candidate_accepted", iteration=step.number + 1, new_score=score, **event)
 
     # Any evaluation of a minibatch.

@@ -540,7 +540,8 @@ class GepaLoop:
         counts = committed or (step.number >= self._counts_from and (self._credit is None or self._heads.may_validate))
         if counts:
             self._counts_from = max(self._run.live, default=step.number) + 1
-        if await pool.write(pool.end_step, step, committed, counts or self._run.lockstep):
+        is_integrated = end.kind is EndKind.INTEGRATED
+        if await pool.write(pool.end_step, step, committed, counts or self._run.lockstep, is_integrated):
             self._stop()
         await self._spending.release()
         if self._run.live == [step.number]:

@@ -27,7 +27,9 @@ class UnseenEstimate:
 
     Args:
         score: the estimate.
-        error: its standard error, from the spread of the returned program's scores over the validation examples.
+        error: its standard error, from the spread of the returned program's scores over the validation examples, and
+            of one more example with the lowest and one with the highest score of any candidate. Without these ten
+            right answers of ten would leave no doubt (as Agresti and Coull's interval for proportions).
     """
 
     score: float
@@ -46,7 +48,7 @@ def expected_on_unseen(subscores: Sequence[Mapping[Hashable, float]], seed: int 
 
     Example:
         >>> expected_on_unseen([dict.fromkeys(range(32), 0.25), dict.fromkeys(range(32), 0.5)])
-        UnseenEstimate(score=0.5, error=0.0)
+        UnseenEstimate(score=0.5, error=0.0074...)
     """
     if not subscores:
         return None
@@ -62,5 +64,5 @@ def expected_on_unseen(subscores: Sequence[Mapping[Hashable, float]], seed: int 
     left_out = drawn == 0
     is_usable = left_out.any(axis=1)
     scores = (table[chosen] * left_out).sum(axis=1)[is_usable] / left_out.sum(axis=1)[is_usable]
-    best = table[table.mean(axis=1).argmax()]
-    return UnseenEstimate(float(scores.mean()), float(best.std(ddof=1)) / math.sqrt(len(examples)))
+    best = np.append(table[table.mean(axis=1).argmax()], [table.min(), table.max()])
+    return UnseenEstimate(float(scores.mean()), float(best.std(ddof=1)) / math.sqrt(len(best)))

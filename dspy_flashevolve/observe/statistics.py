@@ -274,6 +274,7 @@ BUSY = 0.8
 """From this occupancy on a summary says that more slots would have been used. A step has waits between its stages, so
 that even runs with far too few slots stay below 1; nothing but one sentence depends on it."""
 SHOWN_LINES = 12
+SHOWN_CHARACTERS = 500
 """Lines of a prompt's change in a summary, which has to fit on a screen; `AsyncStats.prompt_change` has all."""
 
 
@@ -316,7 +317,13 @@ def _proposals(stats: AsyncStats) -> str:
 def _change_lines(stats: AsyncStats) -> list[str]:
     change = stats.prompt_change.splitlines()
     more = [f"... and {len(change) - SHOWN_LINES} lines more"] if len(change) > SHOWN_LINES else []
-    return change[:SHOWN_LINES] + more
+    return [shown_line(line) for line in change[:SHOWN_LINES]] + more
+
+
+def shown_line(line: str) -> str:
+    """Cut a line that no terminal shows."""
+    more = len(line) - SHOWN_CHARACTERS
+    return line if more <= 0 else f"{line[:SHOWN_CHARACTERS]}... and {more:,} characters more"
 
 
 def steps_by_end(stats: RunStats) -> dict[str, int]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import logging
 import os
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
@@ -23,6 +26,10 @@ from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, secret
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.programs.values import is_readable
 
+logger = logging.getLogger(__name__)
+
+SOURCE = "source of the "
+"""Beginning of the names of parts that may change while a run goes on, of which the user is told."""
 _MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -48,13 +55,31 @@ def fingerprints_of(
     fingerprints["trainset"] = _data(trainset)
     fingerprints["valset"] = _data(valset)
     fingerprints["metric"] = getattr(metric, "__qualname__", type(metric).__qualname__)
+    for name, code in {"program": type(student), "metric": metric}.items():
+        if source := _source(code):
+            fingerprints[f"{SOURCE}{name}"] = _hash(source)
     return fingerprints
 
 
+def _source(code: Any) -> str:
+    """Return the Python source of a function, a class or an object's class; empty where it is dspy's, or unknown."""
+    while isinstance(code, partial):
+        code = code.func
+    code = code if inspect.isroutine(code) or inspect.isclass(code) else type(code)
+    if code.__module__.startswith(("dspy.", "builtins")):
+        return ""
+    try:
+        return inspect.getsource(inspect.unwrap(code))
+    except (OSError, TypeError):
+        return ""
+
+
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Say which parts are not the same, a line each, for people."""
+    """Say which parts are not the same, a line each, for people; a changed source alone is no other run."""
     lines: list[str] = []
     for name in dict.fromkeys((*before, *now)):
+        if name.startswith(SOURCE):
+            continue
         if name not in now:
             lines.append(f"{name} is gone")
         elif name not in before:
@@ -136,7 +161,7 @@ def _version(name: str) -> str:
 
 
 def check_same(journal: Journal, now: Mapping[str, str], packages: Mapping[str, str]) -> None:
-    """Refuse to go on with a run of something else.
+    """Refuse to go on with a run of something else; warn where the source of its program or metric has changed.
 
     Args:
         now: by :func:`fingerprints_of`.
@@ -148,7 +173,8 @@ def check_same(journal: Journal, now: Mapping[str, str], packages: Mapping[str, 
     rows = journal.rows("SELECT fingerprints, settings FROM sessions ORDER BY id DESC LIMIT 1")
     if not rows:
         return
-    changes = differences(json.loads(rows[0]["fingerprints"]), now)
+    then: dict[str, str] = json.loads(rows[0]["fingerprints"])
+    changes = differences(then, now)
     before: dict[str, str] = json.loads(rows[0]["settings"]).get("versions", {})
     if _release_series(before.get("gepa", "")) != _release_series(packages["gepa"]):
         changes.append(f"gepa was {before.get('gepa')}, is {packages['gepa']}, and its checkpoints may differ")
@@ -157,6 +183,14 @@ def check_same(journal: Journal, now: Mapping[str, str], packages: Mapping[str, 
             f"log_dir={str(journal.directory)!r} holds another run, which this one cannot continue: "
             f"{'; '.join(changes)}. Give another log_dir, or what the run was begun with."
         )
+    for name in now:
+        if name.startswith(SOURCE) and then.get(name, now[name]) != now[name]:
+            logger.warning(
+                "log_dir=%r: the %s has changed since the last session. Its scores and those to come are compared "
+                "with each other. Give another log_dir if it scores otherwise now.",
+                str(journal.directory),
+                name,
+            )
 
 
 def _release_series(version_text: str) -> list[str]:

@@ -28,11 +28,17 @@ class Kind(Enum):
     TRAINING_ROLLOUTS = "rollouts on training examples"
     FEEDBACK = "requests for the metric's feedback"
     REFLECTIONS = "reflections"
+    TRACES = "minibatches, of which no predictor's call was seen,"
 
 
 ALIKE = 8
 """Failures with one message that end a run: what fails every second time does so by chance in 1 of 256 runs."""
-ATTEMPTS = {Kind.TRAINING_ROLLOUTS: 3 * ALIKE, Kind.FEEDBACK: 2 * ALIKE, Kind.REFLECTIONS: 3 * ALIKE}
+ATTEMPTS = {
+    Kind.TRAINING_ROLLOUTS: 3 * ALIKE,
+    Kind.FEEDBACK: 2 * ALIKE,
+    Kind.REFLECTIONS: 3 * ALIKE,
+    Kind.TRACES: ALIKE,
+}
 """Failures that end a run whatever their messages, since examples come by lot.
 
 What fails three times in four does so in 24 attempts in 1 of 1,000 runs, in 12 in 3 of 100. 24 reflections are 12

@@ -71,6 +71,11 @@ MakeRollout = Callable[[dict[str, str], dspy.Example, bool, UsageTracker], Await
 """Makes a rollout of a candidate on an example, with a trace where that is True, and adds what its LMs used."""
 
 
+def _on(example: Any, failure_score: float) -> str:
+    """Say which example a warning is about, and what it gets."""
+    return f" (failure_score={failure_score:g}; the example: {example!r:.200})"
+
+
 class ProgramRunner:
     """Runs candidates of one student program.
 
@@ -232,7 +237,7 @@ class ProgramRunner:
     async def _score(self, example: Any, outcome: _Outcome, capture_traces: bool, calls: LmCalls) -> Attempt:
         failure_score = self.adapter.failure_score
         if outcome.error is not None:
-            logger.warning("Example scored as a failure: %s", error_text(outcome.error))
+            logger.warning("Example scored as a failure: %s%s", error_text(outcome.error), _on(example, failure_score))
             failed = self.failed_rollout(f"The program failed: {error_text(outcome.error)}", capture_traces)
             return Attempt(failed, self.mistakes.failure(outcome.error, calls.errors))
         if isinstance(outcome.prediction, FailedPrediction):
@@ -247,7 +252,10 @@ class ProgramRunner:
             raise  # ours, not the metric's: the journal that could not note the call, say
         except Exception as error:
             raise_provider_fault(error, calls.errors)
-            logger.warning("Metric %s raised on an example: %s", self._metric.name, error_text(error))
+            reason = error_text(error)
+            logger.warning(
+                "Metric %s raised on an example: %s%s", self._metric.name, reason, _on(example, failure_score)
+            )
             if self._flex:
                 return Attempt(self._scored_rollout(example, outcome, failure_score))
             failed = self.failed_rollout(

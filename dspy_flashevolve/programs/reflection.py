@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import dspy
 from dspy.primitives.module import Module
+from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from gepa.core.adapter import EvaluationBatch
@@ -63,6 +64,17 @@ class Reflection:
     cost_dollars: float = 0.0
 
 
+class UntracedProgramError(RuntimeError):
+    """A program answered, and dspy's trace has no call of its predictors, so that there is nothing to reflect on."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the program answers, but no call of its predictors is in dspy's trace, so that there is nothing to "
+            "reflect on. Threads that a program starts itself (ThreadPoolExecutor) are not traced: use dspy.Parallel "
+            "or dspy.asyncify there, and dspy.Predict or a module of dspy's for every call."
+        )
+
+
 class ReflectionRunner:
     """Reflects on the rollouts of one student program.
 
@@ -103,6 +115,7 @@ class ReflectionRunner:
         adapter, trajectories = copy.copy(self._adapter), evaluation.trajectories or []
         adapter.rng = adapter.rng if rng is None else rng
         adapter.feedback_map = questions_for(adapter.student.named_predictors(), trajectories)
+        self._check_traced(trajectories)
         # It waits its turn among the reflections, one of which reads it next: made earlier, it would only lie there.
         dataset: Any = await self._guarded(
             lambda: ask(lambda: self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components))
@@ -125,6 +138,20 @@ class ReflectionRunner:
         if not any(kept.values()) and (failed := [text for text in texts if isinstance(text, Exception)]):
             raise failed[0]
         return {name: rows for name, rows in kept.items() if rows or not dataset[name]}
+
+    def _check_traced(self, trajectories: Sequence[Mapping[str, Any]]) -> None:
+        """Check that calls of predictors were seen, unless no program of the minibatch came to its end.
+
+        Raises:
+            UntracedProgramError: none was.
+        """
+        answered = [each for each in trajectories if not isinstance(each["prediction"], FailedPrediction)]
+        if any(each["trace"] for each in answered):
+            self._mistakes.record(Kind.TRACES, None)
+        elif answered:
+            error = UntracedProgramError()
+            self._mistakes.record(Kind.TRACES, self._mistakes.failure(error, ()))
+            raise error
 
     async def _feedback_or_error(self, question: Question, ask: Ask) -> Any:
         """Return the feedback that a question is for, or what the metric raised on that example.
@@ -230,9 +257,9 @@ class ReflectionRunner:
                 if kind is Kind.REFLECTIONS or hook is not None:
                     failure = self._mistakes.failure(error, calls.errors)
                     is_of_provider = failure is not None and failure.refused and kind is Kind.FEEDBACK
-                    is_of_reply = (
-                        hook is None and calls.has_answer and not calls.errors
-                    )  # the LM wrote what dspy cannot use
+                    # What dspy cannot use was written by the LM; that replies are cut off is a matter of its settings.
+                    is_of_reply = hook is None and calls.has_answer and not calls.errors
+                    is_of_reply = is_of_reply and not isinstance(error, CutOffReplyError)
                     self._mistakes.record(kind, None if is_of_provider or is_of_reply else failure)
                 raise
 

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from dspy_flashevolve.sim.counters import ServerStats
 from dspy_flashevolve.sim.faults import Faults
+from dspy_flashevolve.sim.lineage import Descent, Lineage
 from dspy_flashevolve.sim.profiles import LengthLaw, Profile, profile_named
 from dspy_flashevolve.sim.quota import Quota
 from dspy_flashevolve.sim.reply_model import ReplyModel, default_reply_model
@@ -241,6 +242,9 @@ def child_main() -> None:
     from dspy_flashevolve.sim.server import ServerConfig
 
     raw = json.loads(sys.stdin.readline())
+    if lineage := raw["reply_model"]["lineage"]:
+        of = {name: Descent(**lineage[name]) for name in ("first", "later")}
+        raw["reply_model"]["lineage"] = Lineage(**{**lineage, **of})
     for law in ("task_length", "reflection_length"):
         raw["profile"][law] = LengthLaw(**raw["profile"][law])
     try:

@@ -171,16 +171,14 @@ def test_with_a_slow_reflection_lm_eight_reflections_are_under_way_within_second
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_reflection_that_was_cut_off_is_no_candidate_and_the_reason_says_what_to_do(asynchronous: bool) -> None:
+def test_where_every_reflection_is_cut_off_the_run_ends_and_the_error_says_what_to_do(asynchronous: bool) -> None:
     numbers = itertools.count(1)
 
     def half(prompt: str) -> str:
         return reply(prompt, edits=[], new_instruction=f"- rule {next(numbers)}. And a rule that en") + CUT_OFF
 
-    program = compiled(half, reflection_lm=fake_lm(half, asynchronous=asynchronous))
-    assert len(program.detailed_results.candidates) == 1
-    reasons = " ".join(program.async_stats.end_reasons)
-    assert "was cut off at its longest length. Give that LM more max_tokens" in reasons
+    with pytest.raises(ValueError, match="was cut off at its longest length. Give that LM more max_tokens"):
+        compiled(half, reflection_lm=fake_lm(half, asynchronous=asynchronous))
 
 
 def test_a_few_replies_that_are_cut_off_cost_their_steps_and_nothing_else() -> None:

@@ -196,6 +196,35 @@ def test_a_trace_that_cannot_be_kept_is_made_anew_and_not_called_paid_twice(tmp_
     assert problems(tmp_path) == []
 
 
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+@pytest.mark.parametrize(("first", "second"), [(4, 3), (2, 5)])
+def test_a_run_goes_on_with_minibatches_of_another_size(tmp_path: Path, schedule: Any, first: int, second: int) -> None:
+    """The default size follows from the budget, which may change."""
+    for size, calls in ((first, 60), (second, 140)):
+        details = run(tmp_path, calls, schedule=schedule, reflection_minibatch_size=size)
+        assert details.async_stats.outcome == "finished"
+    assert details.async_stats.metric_calls > 60
+    assert problems(tmp_path) == []
+
+
+def test_a_run_that_goes_on_with_another_text_of_its_metric_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def metric(gold: Any, pred: Any, *rest: Any) -> Any:
+        return digits(gold, pred, *rest)
+
+    def halved(gold: Any, pred: Any, *rest: Any) -> Any:
+        return digits(gold, pred, *rest) / 2
+
+    halved.__qualname__ = metric.__qualname__
+    for calls in (50, 60):
+        run(tmp_path, calls, metric=metric)
+    assert "source of the" not in caplog.text
+    run(tmp_path, 70, metric=halved)
+    assert "the source of the metric has changed since the last session" in caplog.text
+    assert "Give another log_dir if it scores otherwise now" in caplog.text
+
+
 def test_a_finished_run_that_is_taken_up_again_pays_nothing(tmp_path: Path) -> None:
     first = run(tmp_path, 90)
     again = run(tmp_path, 90, task_at=1, reflection_at=1)  # any call would end it

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import itertools
 import logging
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dspy
@@ -45,6 +47,53 @@ def test_a_proposer_whose_every_text_is_useless_ends_the_run_with_its_error() ->
 
     with pytest.raises(TypeError, match="is None, expected a text"):
         compiled(160, instruction_proposer=proposer)
+
+
+class Pooled(dspy.Module):
+    """Calls its predictor in a thread of its own, which dspy does not trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = dspy.Predict("question -> answer")
+
+    def forward(self, question: str) -> Any:
+        with ThreadPoolExecutor(1) as pool, dspy.context():
+            return pool.submit(contextvars.Context().run, self._answered, dspy.settings.lm, question).result()
+
+    def _answered(self, lm: Any, question: str) -> Any:
+        with dspy.context(lm=lm):
+            return self.answer(question=question)
+
+
+def test_a_program_whose_calls_dspy_does_not_trace_ends_the_run_with_what_to_do() -> None:
+    scored: list[Any] = []
+
+    def metric(gold: Any, pred: Any, *rest: Any) -> Any:
+        scored.append(gold)
+        return digits(gold, pred, *rest)
+
+    with pytest.raises(RuntimeError, match=r"no call of its predictors is in dspy's trace.*use dspy\.Parallel"):
+        compiled(300, program=Pooled(), metric=metric)
+    assert len(scored) < 150
+
+
+@pytest.mark.parametrize("where", ["program", "metric"])
+def test_a_warning_of_one_example_says_which_and_what_it_gets(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Breaks(Chain):
+        async def aforward(self, question: str) -> Any:
+            if where == "program" and question == VAL[0].question:
+                raise KeyError("no such row")
+            return await super().aforward(question=question)
+
+    def metric(gold: Any, pred: Any, *rest: Any) -> Any:
+        if where == "metric" and gold.question == VAL[0].question:
+            raise KeyError("no such row")
+        return digits(gold, pred, *rest)
+
+    compiled(40, program=Breaks(), metric=metric, failure_score=-1.0)
+    [line, *_] = [message for message in caplog.messages if "no such row" in message]
+    assert "failure_score=-1" in line
+    assert VAL[0].question in line
 
 
 # Code of the user's

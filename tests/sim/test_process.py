@@ -59,6 +59,13 @@ def test_the_seed_scores_low_and_all_the_rules_score_the_optimum(server: SimServ
         assert evaluate(task.optimal_program(3)).score / 100 == pytest.approx(task.optimum, abs=0.06)
 
 
+@pytest.mark.parametrize("name", sorted(REPLY_MODELS))
+def test_a_server_of_each_named_model_answers(name: str) -> None:
+    with SimServer(time_scale=100, reply_model=REPLY_MODELS[name]) as server:
+        lm = dspy.LM("openai/simulated", api_base=server.api_base, api_key="none", cache=False, num_retries=0)
+        assert lm("Improve this instruction.")[0]
+
+
 def test_a_rate_limit_reaches_dspy_as_an_error_with_retry_after() -> None:
     with SimServer(profile="api-gpt-4o-mini", time_scale=1e-9) as slow:
         waiting = [socket.create_connection(("127.0.0.1", int(slow.url.rsplit(":", 1)[1]))) for _ in range(100)]
