@@ -186,10 +186,10 @@ def check_same(journal: Journal, now: Mapping[str, str], packages: Mapping[str, 
     for name in now:
         if name.startswith(SOURCE) and then.get(name, now[name]) != now[name]:
             logger.warning(
-                "log_dir=%r: the %s has changed since the last session. Its scores and those to come are compared "
-                "with each other. Give another log_dir if it scores otherwise now.",
+                "log_dir=%r: the source of the %s has changed since the last session. Its scores and those to come are "
+                "compared with each other. Give another log_dir if it scores otherwise now.",
                 str(journal.directory),
-                name,
+                name.removeprefix(SOURCE),
             )
 
 

@@ -177,7 +177,7 @@ def test_where_every_reflection_is_cut_off_the_run_ends_and_the_error_says_what_
     def half(prompt: str) -> str:
         return reply(prompt, edits=[], new_instruction=f"- rule {next(numbers)}. And a rule that en") + CUT_OFF
 
-    with pytest.raises(ValueError, match="was cut off at its longest length. Give that LM more max_tokens"):
+    with pytest.raises(ValueError, match=r"was cut off at its longest length\. Give that LM more max_tokens"):
         compiled(half, reflection_lm=fake_lm(half, asynchronous=asynchronous))
 
 
