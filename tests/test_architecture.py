@@ -31,6 +31,10 @@ ALLOWED = {
         {"engine", "observe", "programs", "sandbox", "harness"},
         {"anyio", "dspy", "pydantic", "pydantic_core"},
     ),
+    "evoflux": (
+        {"engine", "programs", "evoflux"},
+        {"anyio", "dspy", "jsonschema", "pydantic", "pydantic_core", "referencing"},
+    ),
     "sim": ({"sim"}, {"aiohttp", "dspy"}),
 }
 """Package -> packages of ours, and libraries outside the standard one, that it may import."""
@@ -53,6 +57,7 @@ ASSIGNED = {
     ("_writer", "playbook"): "a run that goes on has the playbook that its journal says",
     ("counts", "*"): "counters",
     ("counters", "*"): "counters",
+    ("stats", "*"): "how a question was answered, which its search, its executor and its module count together",
     ("error", "best_program"): "an error carries the best program to whoever catches it",
     ("error", "ASKED"): "an error of a provider says how often it was asked",
     ("litellm", "suppress_debug_info"): "an option of litellm",

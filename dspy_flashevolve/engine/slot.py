@@ -6,10 +6,13 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import TypeVar
 
 import anyio
 
 from dspy_flashevolve.engine.errors import TransientError
+
+T = TypeVar("T")
 
 
 class Slot:
@@ -75,18 +78,33 @@ class Slot:
             self._arrive()
 
     @asynccontextmanager
-    async def released(self, keep: bool = False) -> AsyncGenerator[None, None]:
+    async def released(self, keep: bool = False, is_retry: bool = True) -> AsyncGenerator[None, None]:
         """Give the slot back for the block, and take it again after it. A block that raises ends without the slot.
 
         Args:
-            keeps: it is not given back: a thread waits.
+            keep: it is not given back: a thread waits.
+            is_retry: see :meth:`paused`.
         """
         if not keep:
             self._taking = self._taking or anyio.Lock()
             self._give_back()
-        with self.paused():
+        with self.paused(is_retry):
             yield
             await self.take()
+
+    async def run_beside(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make another request of the same step and stage, in a slot of its own.
+
+        A run inside a request gives the request's slot back while it waits (:meth:`released`), and makes its own
+        requests by this: so the requests of both runs together stay within the limits of the outer one.
+        """
+        slot = Slot(self.step_and_stage, self._enter, self._arrive, self._leave, self._clock)
+        await slot.take()
+        try:
+            with in_slot(slot):
+                return await call()
+        finally:
+            slot.close()
 
     @contextmanager
     def paused(self, is_retry: bool = True) -> Generator[None, None, None]:
@@ -127,8 +145,8 @@ SLOT_SETTING = "flashevolve_slot"
 
 
 @contextmanager
-def in_slot(slot: Slot) -> Generator[None, None, None]:
-    """Make a slot the current one for the block."""
+def in_slot(slot: Slot | None) -> Generator[None, None, None]:
+    """Make a slot the current one for the block; None for a block that is in none."""
     token = _slot.set(slot)
     try:
         yield

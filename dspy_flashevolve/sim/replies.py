@@ -40,6 +40,7 @@ from dspy_flashevolve.sim.words import (
     useless_sentences,
     without_rules,
 )
+from dspy_flashevolve.sim.workflow_replies import workflow_fields
 
 CHARACTERS_A_TOKEN = 4
 _WRITTEN = ("reflection", "integration", "consolidation")
@@ -125,6 +126,9 @@ def _text(request: ChatRequest, model: ReplyModel, choices: Choices, seed: int) 
         )
     if request.kind == "reflection":
         return _reflection(request, model, choices)
+    planned = workflow_fields(request.inputs, [field.name for field in request.output_fields], choices)
+    if planned is not None:
+        return _written(request, planned)
     return _format(request, answer(request.instruction, model, choices))
 
 

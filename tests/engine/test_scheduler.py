@@ -469,6 +469,56 @@ def test_parts_of_one_request_share_its_slot() -> None:
     assert scheduler.statistics().busy == 0
 
 
+def test_requests_beside_one_that_gave_its_slot_back_stay_within_the_limit_and_leave_no_slot_held() -> None:
+    scheduler, busy = Scheduler(2, STAGES), list[int]()
+
+    async def inner() -> int:
+        slot = current_slot()
+        assert slot is not None
+        assert slot.step_and_stage == (1, "screen")
+        await settle()
+        busy.append(scheduler.statistics().busy)
+        return 5
+
+    async def call() -> list[int]:
+        outer = current_slot()
+        assert outer is not None
+        async with outer.released(is_retry=False):
+            assert outer.paused_since is None, "it waits for no next attempt"
+            made = await asyncio.gather(*(outer.run_beside(inner) for _ in range(5)))
+            assert current_slot() is outer
+            assert scheduler.statistics().busy == 0
+        return made
+
+    async def main() -> None:
+        assert await scheduler.run("screen", Asker(1), call) == [5] * 5
+
+    stepped(main)
+    assert max(busy) == 2
+    assert scheduler.statistics().busy == 0
+
+
+def test_a_request_beside_another_that_fails_gives_its_slot_back() -> None:
+    scheduler = Scheduler(1, STAGES)
+
+    async def failing() -> None:
+        raise ValueError("no")
+
+    async def call() -> None:
+        outer = current_slot()
+        assert outer is not None
+        async with outer.released(is_retry=False):
+            with pytest.raises(ValueError, match="no"):
+                await outer.run_beside(failing)
+            assert scheduler.statistics().busy == 0
+
+    async def main() -> None:
+        await scheduler.run("screen", Asker(1), call)
+
+    stepped(main)
+    assert scheduler.statistics().busy == 0
+
+
 def test_a_slot_that_its_holder_wants_back_after_the_end_is_not_held() -> None:
     """A part of a request, in a task of its own, may live longer than the request."""
     scheduler = Scheduler(1, STAGES)

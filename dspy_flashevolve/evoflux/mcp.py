@@ -1,0 +1,147 @@
+"""A state that candidates get copies of: a directory, and the MCP servers over stdio that work on it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.evoflux.tools import call_mcp
+
+START_SECONDS = 30.0
+"""The longest that a server may take to start; a round number, above what importing a large package takes."""
+
+
+class DirectoryWorld:
+    """A directory, and the MCP servers that work on it; a tool of Evoflux, and the state that its candidates copy.
+
+    Use it as an asynchronous context manager: after it no process and no copy is left.
+
+    Args:
+        directory: holds all that the servers change.
+        servers: name -> the program and its arguments, in which ``{directory}`` stands for the directory. A server
+            starts when it is needed, in each copy anew. It gets PATH, HOME and the like of the environment and no
+            keys: give what it needs as ``["env", "NAME=value", "server"]``.
+
+    Raises:
+        ConfigurationError: there is no such directory, or, once a server starts, the MCP SDK is not installed.
+        RuntimeError: a server did not start.
+    """
+
+    def __init__(self, directory: str | Path, servers: Mapping[str, Sequence[str]]) -> None:
+        self.directory, self.servers = Path(directory), servers
+        if not self.directory.is_dir():
+            raise ConfigurationError(f"directory is {str(directory)!r}, which is no directory.")
+        self._is_copy = False
+        self._owners: dict[str, asyncio.Task[None]] = {}
+        self._sessions: dict[str, Any] = {}
+        self._server_of: dict[str, str] = {}
+        self._starting = asyncio.Lock()
+
+    async def list_tools(self) -> Any:
+        """List the tools of all its servers."""
+        tools: list[Any] = []
+        for name in self.servers:
+            listed = (await (await self._session(name)).list_tools()).tools
+            self._server_of.update({tool.name: name for tool in listed})
+            tools += listed
+        return SimpleNamespace(tools=tools)
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Call a tool on this directory. A server that gives no answer is ended, and started anew for the next call."""
+        session = await self._session(self._server_of[name])
+        try:
+            return await session.call_tool(name, arguments=arguments)
+        except BaseException:
+            await self._end(self._server_of[name])
+            raise
+
+    def holds(self, tool: str) -> bool:
+        """See :class:`~.execution.World`."""
+        return tool in self._server_of
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
+        """See :class:`~.execution.World`."""
+        return await call_mcp(self, tool, arguments)
+
+    async def prepare(self, tool: str) -> None:
+        """See :class:`~.execution.World`."""
+        await self._session(self._server_of[tool])
+
+    async def fork(self) -> DirectoryWorld:
+        """See :class:`~.execution.World`."""
+        place = Path(tempfile.mkdtemp(prefix="flashevolve-world-")) / self.directory.name
+        with anyio.CancelScope(shield=True):  # else a thread would go on copying what nobody deletes
+            await asyncio.to_thread(shutil.copytree, self.directory, place, symlinks=True)
+        world = DirectoryWorld(place, self.servers)
+        world._is_copy, world._server_of = True, self._server_of
+        return world
+
+    async def close(self) -> None:
+        """End its servers, and delete the directory if it is a copy."""
+        await self._end(*self._owners)
+        if self._is_copy:
+            await asyncio.to_thread(shutil.rmtree, self.directory.parent, ignore_errors=True)
+
+    async def _session(self, name: str) -> Any:
+        """The session with a server, which is started unless it runs."""
+        async with self._starting:
+            if name not in self._owners or self._owners[name].done():
+                ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                # The SDK's scopes have to be left by the task that entered them, so a task of its own owns a server.
+                self._owners[name] = asyncio.create_task(self._own(self.servers[name], ready))
+                try:
+                    with anyio.fail_after(START_SECONDS):
+                        self._sessions[name] = await asyncio.shield(ready)
+                except BaseException:
+                    ready.cancel()  # nobody waits for it any more
+                    await self._end(name)
+                    raise
+        return self._sessions[name]
+
+    async def _own(self, command: Sequence[str], ready: asyncio.Future[Any]) -> None:
+        """Run a server until this task is cancelled."""
+        program, *arguments = [part.replace("{directory}", str(self.directory)) for part in command]
+        try:
+            sdk, stdio = importlib.import_module("mcp"), importlib.import_module("mcp.client.stdio")
+            parameters = sdk.StdioServerParameters(command=program, args=arguments, cwd=self.directory)
+            with Path(os.devnull).open("w") as silent:  # noqa: ASYNC230, it does not block
+                async with (
+                    stdio.stdio_client(parameters, errlog=silent) as streams,
+                    sdk.ClientSession(*streams) as session,
+                ):
+                    await session.initialize()
+                    ready.set_result(session)
+                    await asyncio.Event().wait()
+        except ImportError as error:
+            message = f"MCP servers need the package mcp ({error}): pip install 'dspy-flashevolve[evoflux]'."
+            ready.set_exception(ConfigurationError(message))
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(RuntimeError(f"the MCP server {list(command)} did not start: {error}"))
+
+    async def _end(self, *names: str) -> None:
+        """End servers; nothing of them is left."""
+        owners = [self._owners.pop(name) for name in names if name in self._owners]
+        for owner in owners:
+            owner.cancel()
+        with anyio.CancelScope(shield=True):
+            await asyncio.gather(*owners, return_exceptions=True)
+
+    async def __aenter__(self) -> DirectoryWorld:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DirectoryWorld:
+        return self

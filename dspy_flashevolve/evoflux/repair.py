@@ -1,0 +1,297 @@
+"""Changes to a workflow that need no language model: repairs of what the check or a run complains of, and edits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+from typing import Any, cast
+
+from dspy_flashevolve.evoflux.execution import Execution
+from dspy_flashevolve.evoflux.schemas import Path, Schema, can_fit, faults_of, field_schema, properties_of
+from dspy_flashevolve.evoflux.tools import CHECK, ToolSpec
+from dspy_flashevolve.evoflux.workflow import Complaint, Node, Reference, Workflow
+
+LIKENESS = 0.55
+"""Similarity of two names (difflib's ratio) from which one is taken for the other. A round number: "city_name" and
+"name" have .62, "query" and "limit" .20."""
+SURE = 0.75
+"""Similarity from which a parameter is filled from a field: with less, "amount" took an item's "count" (.73)."""
+_ROUNDS = 8
+"""Repairs follow on each other (a tool is named right, then its parameters); more rounds than that go in circles."""
+
+
+def alike(first: str, second: str) -> float:
+    """How alike two names are, from 0 to 1; one that holds the other counts as nearly the same."""
+    first, second = first.lower(), second.lower()
+    ratio = SequenceMatcher(None, first, second).ratio()
+    holds = min(len(first), len(second)) > 1 and (first in second or second in first)
+    return max(ratio, 0.8) if holds else ratio
+
+
+def closest(name: str, names: Sequence[str]) -> str | None:
+    """Return the name that is most like another, if any is enough."""
+    best = max(names, key=lambda other: alike(name, other), default=None)
+    return best if best is not None and alike(name, best) >= LIKENESS else None
+
+
+@dataclass(frozen=True)
+class Repairer:
+    """Repairs and edits workflows by what schemas, names and known values say.
+
+    Args:
+        tools: the catalogue.
+        inputs: of the question: a missing parameter may be one of them.
+        outputs: node -> output, of nodes that ran: says which fields there are where no schema does.
+    """
+
+    tools: Mapping[str, ToolSpec]
+    inputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    outputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def repaired(self, workflow: Workflow) -> Workflow:
+        """Repair what the static check complains of, as far as it is clear how."""
+        for _ in range(_ROUNDS):
+            complaints = workflow.check(self.tools)
+            # Identifiers first: while two nodes share one, a complaint does not say which of them it means.
+            complaints = [each for each in complaints if each.kind == "shape"] or complaints
+            changed = workflow
+            for complaint in complaints:
+                changed = self._answered(changed, complaint)
+            if changed == workflow:
+                break
+            workflow = changed
+        return workflow
+
+    def repaired_run(self, workflow: Workflow, execution: Execution) -> Workflow:
+        """Repair what a run complained of: references to fields that are not there, arguments against the schema."""
+        known = replace(self, outputs=execution.outputs)
+        for run in execution.failures:
+            if run.path and run.tool in self.tools:
+                complaint = Complaint(run.node, run.path, run.error, "reference")
+                workflow = known._answered(workflow, complaint)
+        return known.repaired(workflow)
+
+    def edits(
+        self, workflow: Workflow, execution: Execution, rng: random.Random, everywhere: bool = False
+    ) -> Iterator[Workflow]:
+        """Yield workflows with one edit, in random order, those at the nodes that failed first.
+
+        An edit swaps a tool, sets a parameter, adds, removes or reorders a node, or inserts a check.
+
+        Args:
+            everywhere: edit nodes that ran, too. Only where a goal is checked does that tell better from worse.
+        """
+        failed = {run.node for run in execution.failures}
+        for node in sorted(workflow.nodes, key=lambda node: (node.id not in failed, rng.random())):
+            if everywhere or node.id in failed:
+                edited = list(self._edits_at(workflow, node))
+                rng.shuffle(edited)
+                yield from edited
+
+    def _edits_at(self, workflow: Workflow, node: Node) -> Iterator[Workflow]:
+        spec = self.tools.get(node.tool)
+        others = [other for name, other in self.tools.items() if name not in (node.tool, CHECK)]
+        later = dependants(workflow, node.id)
+        for other in others:  # swap the tool for one that has a parameter of the node, or needs none
+            known = properties_of(other.input_schema)
+            if set(node.parameters) & set(known) or not known:
+                yield with_node(workflow, node, node.changed(tool=other.name))
+        if spec is None:
+            return
+        parameters = properties_of(spec.input_schema)
+        for name, schema in parameters.items():  # set a parameter to a value that its schema names, or to a field
+            values = cast("list[Any]", schema.get("enum") or ([schema["default"]] if "default" in schema else []))
+            found = (self._field_of(source, [name], schema) for source in sources(workflow, node))
+            for value in [*values, *(reference.as_json() for reference in found if reference is not None)]:
+                if node.parameters.get(name) != value:
+                    yield with_node(workflow, node, with_parameter(node, (name,), value))
+        if not later and len(workflow.nodes) > 1:  # remove a node that no other needs
+            yield with_node(workflow, node)
+        for other in workflow.nodes:  # let the node run after another one
+            if other.id not in {node.id, *node.needs, *later}:
+                yield with_node(workflow, node, node.changed(after=(*node.after, other.id)))
+        for path, reference in node.references:  # check a value before the node takes it
+            wanted = field_schema(spec.input_schema, path)
+            if not isinstance(wanted, str) and wanted and all(other.tool != CHECK for other in workflow.nodes):
+                given = {"value": reference.as_json(), "schema": wanted}
+                check = Node(id=free_name(workflow, "check"), tool=CHECK, parameters=given)
+                yield with_node(workflow, node, check, node.changed(after=(*node.after, check.id)))
+        for other in others:  # add a reading node that needs nothing and gives a parameter
+            if other.effect == "read" and not other.input_schema.get("required"):
+                added = Node(id=free_name(workflow, other.name), tool=other.name)
+                for name, schema in parameters.items():
+                    if reference := self._field_of(added, [name], schema):
+                        yield with_node(workflow, node, added, with_parameter(node, (name,), reference.as_json()))
+
+    def _answered(self, workflow: Workflow, complaint: Complaint) -> Workflow:
+        """Answer one complaint, or leave the workflow as it is."""
+        node = next((node for node in reversed(workflow.nodes) if node.id == complaint.node), None)
+        spec = self.tools.get(node.tool) if node is not None else None
+        if node is None or complaint.kind == "cycle":  # nothing says which of its edges is wrong
+            return workflow
+        if complaint.kind == "shape":
+            return with_node(workflow, node, node.changed(id=free_name(workflow, node.id)))
+        if complaint.kind == "tool":
+            tool = self._tool_like(node)
+            return workflow if tool is None else with_node(workflow, node, node.changed(tool=tool))
+        if complaint.kind == "order":
+            known = {other.id for other in workflow.nodes}
+            return with_node(workflow, node, node.changed(after=tuple(name for name in node.after if name in known)))
+        if spec is None or not complaint.path:
+            return workflow
+        # What is wrong inside the value of a reference is answered by another reference.
+        path = next((where for where, _ in node.references if where == complaint.path[: len(where)]), complaint.path)
+        wanted = field_schema(spec.input_schema, path)
+        if isinstance(wanted, str):
+            return with_node(workflow, node, _with_parameter_renamed(node, path, spec.input_schema))
+        value = self._value_for(workflow, node, path, wanted)
+        return workflow if value is None else with_node(workflow, node, with_parameter(node, path, value))
+
+    def _tool_like(self, node: Node) -> str | None:
+        """Return the tool that a node most likely means: by its name, then by its parameters' names."""
+        given = set(node.parameters)
+
+        def fit(name: str) -> float:
+            known = set(properties_of(self.tools[name].input_schema))
+            return alike(node.tool, name) + len(given & known) / max(1, len(given | known))
+
+        best = max((name for name in self.tools if name != CHECK), key=fit, default=None)
+        return best if best is not None and fit(best) >= LIKENESS else None
+
+    def _value_for(self, workflow: Workflow, node: Node, path: Path, wanted: Schema) -> Any:
+        """Find a value for a parameter that is missing or wrong; None where nothing suggests one."""
+        reference = next((each for where, each in node.references if where == path), None)
+        if reference is None and (coerced := coerced_to(value_at(node.parameters, path), wanted)) is not None:
+            return coerced
+        if "default" in wanted and not faults_of(wanted["default"], wanted):
+            return wanted["default"]
+        choices = cast("list[Any]", wanted.get("enum") or ([wanted["const"]] if "const" in wanted else []))
+        if len(choices) == 1:
+            return choices[0]
+        # What a field is called where it is wanted, and what it was called where it was looked for in vain.
+        names = [str(path[-1])]
+        names += reference.path[-1:] if reference else ()
+        for source in sources(workflow, node, reference):
+            if found := self._field_of(source, names, wanted):
+                return found.as_json()
+        given = closest(names[0], [key for key, value in self.inputs.items() if not faults_of(value, wanted)])
+        return self.inputs[given] if given is not None else None
+
+    def _field_of(self, source: Node, names: Sequence[str], wanted: Schema) -> Reference | None:
+        """Find the field of an output that fits and has one of some names; of two, the second was asked for in vain."""
+        if source.id in self.outputs:
+            fields = list(_fields_in(self.outputs[source.id]))
+            fitting = [path for path, value in fields if not faults_of(value, wanted)]
+        else:
+            spec = self.tools.get(source.tool)
+            known = properties_of(spec.output_schema if spec is not None else None)
+            fields = [((name,), given) for name, given in known.items()]
+            fitting = [path for path, given in fields if can_fit(given, wanted)]
+
+        def likeness(path: Path) -> float:
+            own = next((part for part in reversed(path) if isinstance(part, str)), None)
+            return max(alike(own, name) for name in names) if own is not None else 0.0
+
+        best = max(fitting, key=lambda path: (likeness(path), -len(path)), default=None)
+        is_only = len(names) > 1 and len([path for path, _ in fields if path]) <= 1
+        if best is None or not (is_only or likeness(best) >= SURE):
+            return None
+        return Reference(source.id, tuple(map(str, best)))
+
+
+def coerced_to(value: Any, wanted: Schema) -> Any:
+    """Return a value as a schema wants it, where that loses nothing; None where it cannot be.
+
+    >>> coerced_to("5", {"type": "integer"}), coerced_to("red", {"enum": ["RED", "BLUE"]}), coerced_to(3, {})
+    (5, 'RED', None)
+    """
+    forms: list[Any] = [json.dumps(value), [value]]
+    if isinstance(value, str):
+        if choices := [choice for choice in wanted.get("enum") or () if isinstance(choice, str)]:
+            return closest(value, choices)
+        forms = [value.strip()]
+        with contextlib.suppress(ValueError, RecursionError):
+            forms.append(json.loads(value))
+        forms.append([value])
+    fitting = (form for form in forms if value is not None and wanted and not faults_of(form, wanted))
+    return next(fitting, None)
+
+
+def sources(workflow: Workflow, node: Node, reference: Reference | None = None) -> list[Node]:
+    """The nodes whose output a parameter may take: those before it, nearest first, and first the one that it named."""
+    later = dependants(workflow, node.id) | {node.id}
+    position = workflow.nodes.index(node)
+    found = [other for other in reversed(workflow.nodes[:position]) if other.id not in later]
+    found += [other for other in workflow.nodes[position + 1 :] if other.id not in later]
+    return sorted(found, key=lambda other: -alike(other.id, reference.node)) if reference is not None else found
+
+
+def dependants(workflow: Workflow, id: str) -> set[str]:
+    """The nodes that need a node, directly or by others."""
+    found: set[str] = set()
+    while more := {node.id for node in workflow.nodes if node.id not in found and {id, *found} & set(node.needs)}:
+        found |= more
+    return found
+
+
+def _fields_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the fields of an output, outermost first; of a list its first item."""
+    yield path, value
+    if isinstance(value, dict):
+        for name, inner in list(cast("dict[str, Any]", value).items())[:50]:
+            if "." not in name:  # else no reference can name it
+                yield from _fields_in(inner, (*path, name))
+    elif isinstance(value, list) and value and len(path) < 6:
+        yield from _fields_in(value[0], (*path, 0))
+
+
+def free_name(workflow: Workflow, name: str) -> str:
+    """Make an identifier of a name, which no node has."""
+    base = re.sub(r"\A(?=\d|\Z)", "n_", re.sub(r"\W", "_", name, flags=re.ASCII))
+    names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
+    return next(name for name in names if all(node.id != name for node in workflow.nodes))
+
+
+def _with_parameter_renamed(node: Node, path: Path, schema: Schema) -> Node:
+    """Take a parameter out that the tool does not have; its value goes to the missing one that it may have meant."""
+    parameters = copy.deepcopy(node.parameters)
+    place = value_at(parameters, path[:-1])
+    if not isinstance(place, dict) or path[-1] not in place:
+        return node
+    value = cast("dict[Any, Any]", place).pop(path[-1])
+    missing = [where for where, message in faults_of(parameters, schema) if "missing" in message]
+    names = [str(where[-1]) for where in missing if where[:-1] == path[:-1]]
+    meant = closest(str(path[-1]), names) or (names[0] if len(names) == 1 else None)
+    place |= {meant: value} if meant is not None else {}
+    return node.changed(parameters=parameters)
+
+
+def value_at(value: Any, path: Path) -> Any:
+    """Return what is at a path of a value; None where nothing is."""
+    for part in path:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def with_parameter(node: Node, path: Path, value: Any) -> Node:
+    """Return a node with one parameter set; unchanged where there is no such place."""
+    parameters = copy.deepcopy(node.parameters)
+    with contextlib.suppress(KeyError, IndexError, TypeError):
+        value_at(parameters, path[:-1])[path[-1]] = value
+    return node.changed(parameters=parameters)
+
+
+def with_node(workflow: Workflow, old: Node, *new: Node) -> Workflow:
+    """Return a workflow with others in the place of one of its nodes."""
+    position = workflow.nodes.index(old)
+    return Workflow((*workflow.nodes[:position], *new, *workflow.nodes[position + 1 :]))

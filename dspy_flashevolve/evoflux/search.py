@@ -1,0 +1,338 @@
+"""The search for a workflow that runs: plan, check, execute, repair, admit; several candidates of a question at once.
+
+.. code-block:: text
+
+    plan -> check -> execute -> admit                     (the first candidate; a redesign)
+    select -> repair -> check -> execute -> admit         (every other; version + 1 an admission)
+              (from the run; an edit without an LM; one LM edit)
+
+Source: Evoflux (arXiv 2606.12674): growth, intensity, redesign and diversity pruning. Where the paper leaves a number
+open, or its reference code does otherwise, the reason stands beside the constant.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import anyio
+import anyio.lowlevel
+import dspy
+from dspy.utils.exceptions import AdapterParseError
+
+from dspy_flashevolve.engine.batches import gather
+from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, Place, StalenessPolicy
+from dspy_flashevolve.evoflux.execution import Execution, Executor
+from dspy_flashevolve.evoflux.repair import Repairer
+from dspy_flashevolve.evoflux.workflow import Workflow
+
+POPULATION = 15
+"""K, candidates that are kept (the paper's)."""
+DECAY = 0.9
+"""Share of the growth that is left after a step (the paper's)."""
+REDESIGN_BELOW = 0.12
+"""Growth under which the workflow is planned anew (the paper's)."""
+FIRST_GROWTH = 0.18
+"""Growth at the beginning, so that a redesign is due after four steps without a gain (.18 * .9^4 < .12). From 0, as in
+the reference code, it is due at once, and since .1 * delta^2 of a score up to 1 is never above .12, always: a timer."""
+COOL_DOWN = 4
+"""Steps between two redesigns; as many as a redesign is waited for at the beginning."""
+LEAST_SCORE = 0.1
+"""Scores are compared relative to the best so far, but not to less than this: a gain from 0 would be infinite."""
+FEEDBACK_CHARACTERS = 600
+"""Characters of one output that a planner sees: what fields there are, not all that is in them. A round number."""
+FUTILE_STEPS = 12
+"""Steps in a row that find nothing new to try, after which the search ends: edits without an LM are few."""
+
+Origin = Literal["plan", "redesign", "repair", "edit", "LM edit"]
+"""How a candidate was made: planned; planned anew; repaired by what its run said; edited without an LM; by one."""
+Mechanism = Literal["static repair", "edits", "LM edits", "redesign", "diversity"]
+GoalCheck = Callable[[Mapping[str, Any]], "bool | float | Awaitable[bool | float]"]
+"""Node -> output, of a workflow that ran completely, to whether the goal is reached, or how far, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class QueryStep:
+    """A candidate on its way: the version of its population when it began, its parent's score, and a number."""
+
+    version: int = 0
+    value: float = 0.0
+    number: int = field(default_factory=itertools.count(1).__next__)
+
+
+Request = Callable[[str, QueryStep, Callable[[], Awaitable[Any]]], Awaitable[Any]]
+"""Makes a request in a stage, for a step, in a slot of the Evoflux and of the run around it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """What the search may do: the arguments of :class:`~.program.Evoflux` of the same names."""
+
+    max_seconds: float | None
+    max_tool_calls: int | None
+    max_tokens: int | None
+    max_candidates: int
+    width: int
+    checks: Sequence[GoalCheck]
+    staleness: StalenessPolicy
+    seed: int | None
+    without: frozenset[Mechanism]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A workflow, and what came of running it.
+
+    Args:
+        workflow: its nodes.
+        origin: how it was made.
+        planned: nodes of the LM's workflow that it goes back to: leaving one out is no evidence.
+        number: in the order in which they came; 0 until it is run.
+        execution: what ran.
+        score: executed evidence, from 0 to 1.
+    """
+
+    workflow: Workflow
+    origin: Origin
+    planned: int
+    number: int = 0
+    execution: Execution = field(default_factory=lambda: Execution(()))
+    score: float = 0.0
+
+
+def grown(growth: float, best: float, score: float) -> float:
+    """Count a step's gain over the best score so far, relative to it: G <- .9 G + .1 delta^2."""
+    delta = max(0.0, score - best) / max(best, LEAST_SCORE)
+    return DECAY * growth + (1 - DECAY) * delta**2
+
+
+def intensity(growth: float) -> float:
+    """How much is explored, from .1 (it grows) to .7: I = .1 + .6 / (1 + sqrt G)."""
+    return 0.1 + 0.6 / (1 + math.sqrt(growth))
+
+
+def pruned(candidates: Sequence[Candidate], size: int = POPULATION, diverse: bool = True) -> list[Candidate]:
+    """Keep at most ``size`` candidates: the worst of the most frequent structure goes first, the best never."""
+    kept = sorted(candidates, key=lambda candidate: (-candidate.score, candidate.number))
+    while len(kept) > size:
+        counts = Counter(candidate.workflow.structure for candidate in kept)
+        worst = max(range(1, len(kept)), key=lambda place: (diverse and counts[kept[place].workflow.structure], place))
+        del kept[worst]
+    return kept
+
+
+def evidence(execution: Execution, planned: int) -> float:
+    """Score what ran: the share of nodes with a valid output; half for one whose output is against its schema.
+
+    A writing node that waits for the final run counts as one that ran: nothing is known against it.
+    """
+    worth = {"ran": 1.0, "waiting": 1.0}
+    points = sum(worth.get(run.status, 0.5 if run.fault == "output" else 0.0) for run in execution.runs)
+    return points / max(planned, len(execution.runs), 1)
+
+
+class Search:
+    """The search for one question.
+
+    Args:
+        planning, editing: predictors of nodes, and of those that an edit puts in and takes out.
+        executor, request: run workflows, and make requests of LMs.
+        tokens: returns the LM tokens spent so far.
+    """
+
+    def __init__(
+        self,
+        settings: SearchSettings,
+        planning: dspy.Predict,
+        editing: dspy.Predict,
+        inputs: Mapping[str, Any],
+        executor: Executor,
+        request: Request,
+        tokens: Callable[[], int],
+    ) -> None:
+        self.settings, self.executor, self.stats = settings, executor, executor.stats
+        self._planning, self._editing, self._request, self._tokens = planning, editing, request, tokens
+        self._asked = {**inputs, "tools": "\n".join(spec.for_planner() for spec in executor.tools.values())}
+        self._repairer = Repairer(executor.tools, inputs)
+        self.population: list[Candidate] = []
+        """The best first."""
+        self.growth = FIRST_GROWTH
+        self.version = self.steps = 0
+        self._rng = random.Random(settings.seed)
+        self._seen: set[str] = set()
+        self._last_redesign = self._futile = self._asking = self._replies = 0
+        self._others = anyio.CancelScope()
+
+    @property
+    def best(self) -> Candidate | None:
+        """The candidate with the most evidence; the earliest of equals."""
+        return self.population[0] if self.population else None
+
+    async def run(self) -> Candidate | None:
+        """Search until a workflow runs completely, or a limit is reached; return the best, None where there is none."""
+        with anyio.move_on_after(self.settings.max_seconds) as scope:
+            # What costs no tokens goes first, before several steps ask the LM about the same fault.
+            while self._goes_on() and (not self.population or self._free_repair() is not None):
+                await self.step()
+            with self._others:
+                await gather([self._work] * self.settings.width)
+        if scope.cancelled_caught:
+            self.stats.stop_reason = f"max_seconds={self.settings.max_seconds:g}"
+        return self.best
+
+    async def _work(self) -> None:
+        while self._goes_on():
+            await self.step()
+
+    def _goes_on(self) -> bool:
+        """Whether another step may begin; says why not."""
+        limits, stats, best = self.settings, self.stats, self.best
+        tokens = self._tokens() * (1 + self._asking / max(1, self._replies))  # who is asked now costs as those before
+        reasons = {
+            "a workflow ran completely": best is not None and best.score >= 1,
+            f"max_tokens={limits.max_tokens}": tokens >= (limits.max_tokens or math.inf),
+            f"max_tool_calls={limits.max_tool_calls}": self.executor.calls_left <= 0,
+            f"max_candidates={limits.max_candidates}": stats.candidates + self._asking >= limits.max_candidates,
+            "nothing new was found to try": self._futile >= FUTILE_STEPS,
+        }
+        stats.stop_reason = stats.stop_reason or next((reason for reason, holds in reasons.items() if holds), "")
+        return not stats.stop_reason
+
+    async def step(self) -> None:
+        """Take one candidate from its making to its admission."""
+        self.steps += 1
+        repaired = self._free_repair()
+        parent = self.best if repaired is not None else self._select()
+        step = QueryStep(self.version, parent.score if parent else 0.0)
+        try:
+            made = await self._propose(step, parent, repaired)
+        except AdapterParseError:  # the reply is no workflow
+            self.stats.unusable_replies += 1
+            made = None
+        if made is None or str(made.workflow) in self._seen:
+            self._futile += 1
+            await anyio.lowlevel.checkpoint()
+            return
+        self._futile = 0
+        self._seen.add(str(made.workflow))
+        self.stats.candidates += 1
+        made = replace(made, number=self.stats.candidates)
+        if self._is_discarded("after_propose", step, parent):
+            return
+        execution = await self.executor.run(made.workflow)
+        score = evidence(execution, made.planned)
+        if self.settings.checks and not execution.waits:
+            score = (score + await self._goal(execution)) / 2
+        if not self._is_discarded("before_commit", step, parent):
+            self._admit(replace(made, execution=execution, score=score))
+
+    def _admit(self, candidate: Candidate) -> None:
+        best = self.best
+        if best is not None:
+            self.growth = grown(self.growth, best.score, candidate.score)
+        self.stats.origins[candidate.origin] += 1
+        self.population = pruned([*self.population, candidate], diverse="diversity" not in self.settings.without)
+        self.version += 1
+        if candidate.score >= 1:  # what the other steps are about cannot be better
+            self.stats.stop_reason = "a workflow ran completely"
+            self._others.cancel()
+        self.executor.keep_calls_for(self.population[0].workflow)
+
+    async def _goal(self, execution: Execution) -> float:
+        if not execution.is_complete:
+            return 0.0
+        results = [check(execution.outputs) for check in self.settings.checks]
+        return statistics.mean([float(await each if inspect.isawaitable(each) else each) for each in results])
+
+    def _select(self) -> Candidate | None:
+        """Any candidate with the probability of the intensity, else the best."""
+        if not self.population:
+            return None
+        return self._rng.choice(self.population) if self._rng.random() < intensity(self.growth) else self.best
+
+    async def _propose(self, step: QueryStep, parent: Candidate | None, repaired: Workflow | None) -> Candidate | None:
+        """Make a workflow; None where nothing was found."""
+        without = self.settings.without
+        if parent is None:
+            return self._written("plan", await self._plan(step, "none yet"))
+        if repaired is not None:
+            return Candidate(repaired, "repair", parent.planned)
+        is_due = self.growth < REDESIGN_BELOW and self.steps - self._last_redesign >= COOL_DOWN
+        if is_due and "redesign" not in without:
+            self._last_redesign = self.steps
+            tried = [f"Tried before: {each.workflow}\n{self._feedback_on(each)}" for each in self.population[:3]]
+            return self._written("redesign", await self._plan(step, "\n\n".join(tried)))
+        edited = self._edited(parent) if self._rng.random() < intensity(self.growth) or "LM edits" in without else None
+        if edited is not None or "LM edits" in without:
+            return edited
+        return self._written("LM edit", await self._edit(step, parent), parent.execution.outputs)
+
+    async def _plan(self, step: QueryStep, feedback: str) -> Workflow:
+        return Workflow(tuple((await self._reply("plan", step, self._planning, feedback=feedback)).nodes or ()))
+
+    async def _edit(self, step: QueryStep, parent: Candidate) -> Workflow:
+        fields = {"workflow": str(parent.workflow), "feedback": self._feedback_on(parent)}
+        reply = await self._reply("repair", step, self._editing, **fields)
+        changed = {node.id: node for node in reply.nodes or ()}
+        old = [node for node in parent.workflow.nodes if node.id not in (reply.removed or ())]
+        kept = [changed.pop(node.id, node) for node in old]
+        return Workflow((*kept, *changed.values()))
+
+    async def _reply(self, stage: str, step: QueryStep, predictor: dspy.Predict, **fields: str) -> Any:
+        self._asking += 1
+        try:
+            return await self._request(stage, step, partial(predictor.acall, **self._asked, **fields))
+        finally:
+            self._asking, self._replies = self._asking - 1, self._replies + 1
+
+    def _feedback_on(self, candidate: Candidate) -> str:
+        """Say for an LM what the check and the run had against a workflow."""
+        lines = [f"check: {complaint}" for complaint in candidate.workflow.check(self.executor.tools)]
+        lines += [f"node {run.node!r}: {run.outcome(FEEDBACK_CHARACTERS)}" for run in candidate.execution.runs]
+        return "\n".join([*lines, "The goal was not reached."] if candidate.execution.is_complete else lines)
+
+    def _free_repair(self) -> Workflow | None:
+        """The best candidate, repaired by what its run observed; None where that changes nothing, or was tried."""
+        best = self.best
+        if best is None or "static repair" in self.settings.without:
+            return None
+        repaired = self._repairer.repaired_run(best.workflow, best.execution)
+        return None if str(repaired) in self._seen else repaired
+
+    def _edited(self, parent: Candidate) -> Candidate | None:
+        """Edit a candidate without an LM into one that was not tried, and that passes the check."""
+        if "edits" in self.settings.without:
+            return None
+        checks = bool(self.settings.checks)
+        for edited in self._repairer.edits(parent.workflow, parent.execution, self._rng, everywhere=checks):
+            made = self._written("edit", edited)
+            if str(made.workflow) not in self._seen and not made.workflow.check(self.executor.tools):
+                return replace(made, planned=max(parent.planned, made.planned))
+        return None
+
+    def _written(self, origin: Origin, workflow: Workflow, outputs: Mapping[str, Any] | None = None) -> Candidate:
+        """Repair a new workflow by its schemas, before any call."""
+        planned = len(workflow.nodes)
+        if "static repair" not in self.settings.without:
+            workflow = replace(self._repairer, outputs=outputs or {}).repaired(workflow)
+        return Candidate(workflow, origin, planned)
+
+    def _is_discarded(self, place: Place, step: QueryStep, parent: Candidate | None) -> bool:
+        """Ask the staleness policy; what it would have read again by an LM is edited from the best next time."""
+        policy = self.settings.staleness
+        if place not in policy.looks or parent is None:
+            return False
+        is_orphan = all(each.number != parent.number for each in self.population)
+        history = History(self.version, self.stats.discarded, self.stats.candidates - self.stats.discarded)
+        decision = policy.decide(Look(place, step.version, is_orphan), history)
+        is_discarded = isinstance(decision, Discard) or (isinstance(decision, Integrate) and is_orphan)
+        self.stats.discarded += is_discarded
+        return is_discarded

@@ -1,0 +1,191 @@
+"""A tool as a workflow sees it: its schemas, what it does to the world, and the one way in which it is called."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import dspy
+from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
+
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.evoflux.schemas import Schema, faults_of, valid_schema
+
+Effect = Literal["read", "idempotent", "write"]
+"""What a call does: nothing; the same as two calls do; or something that must not happen twice."""
+CHECK = "check"
+"""Name of the tool that a workflow always has, see :func:`check`."""
+_LONGEST_TEXT = 200_000
+"""Characters of a text output that is read as JSON; a longer one stays a text. A round number."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool of the catalogue.
+
+    Args:
+        name: by which workflows name it.
+        description: for the planner.
+        input_schema: JSON Schema of its parameters, an object.
+        output_schema: JSON Schema of its output; None where it is not known.
+        effect: see :data:`Effect`.
+        function: is called with the parameters by name; a coroutine function, or one that runs in a thread.
+    """
+
+    name: str
+    description: str
+    input_schema: Schema
+    output_schema: Schema | None
+    effect: Effect
+    function: Callable[..., Any]
+
+    async def call(self, arguments: Mapping[str, Any], threads: Threads) -> Any:
+        """Call the tool and return its output. A sync function runs in a thread.
+
+        A thread cannot be ended: a call that hangs is left behind in it, and what it gives late is dropped.
+        """
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(**arguments)
+        return await threads.run(self.function, **arguments)
+
+    def for_planner(self) -> str:
+        """Describe the tool in one line of JSON for an LM."""
+        shown: dict[str, Any] = {"tool": self.name, "does": self.description, "parameters": self.input_schema}
+        if self.output_schema is not None:
+            shown["output"] = self.output_schema
+        return json.dumps(shown | {"effect": self.effect}, ensure_ascii=False)
+
+
+def as_json(value: Any) -> Any:
+    """Return a tool's output as JSON's types; text that is a JSON or Python object or list is read as one.
+
+    Raises:
+        ValueError: it is something that JSON cannot say, or it contains NaN, an infinity or itself.
+    """
+    value = to_jsonable_python(value)
+    text = value.strip() if isinstance(value, str) else ""
+    if text.startswith(("{", "[")) and len(text) <= _LONGEST_TEXT:
+        for read in (json.loads, ast.literal_eval):  # mcp-server-sqlite answers with the text of a Python list
+            try:
+                return json.loads(json.dumps(read(text), allow_nan=False))
+            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                continue
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+def spec_of(tool: Any, effect: Effect | None = None) -> ToolSpec:
+    """Describe a ``dspy.Tool``, or a function with type hints.
+
+    Args:
+        tool: its return annotation gives the output's schema.
+        effect: what it does. None counts as "write", the one that is safe not to know.
+    """
+    made = tool if isinstance(tool, dspy.Tool) else dspy.Tool(tool)
+    parameters = cast("dict[str, Schema]", made.args or {})
+    schema: Schema = {
+        "type": "object",
+        "properties": parameters,
+        "required": [name for name, parameter in parameters.items() if "default" not in parameter],
+        "additionalProperties": made.has_kwargs,
+    }
+    description = " ".join(str(made.desc or "").split())
+    function = made.acall if inspect.iscoroutinefunction(made.func) else made
+    return ToolSpec(str(made.name), description, schema, _returned(made.func), effect or "write", function)
+
+
+def _returned(function: Callable[..., Any]) -> Schema | None:
+    try:
+        hint = inspect.signature(function, eval_str=True).return_annotation
+        if hint in (inspect.Signature.empty, Any, None):
+            return None
+        schema = TypeAdapter(hint).json_schema()
+    except Exception:  # a hint that pydantic cannot describe says nothing
+        return None
+    # Text may be read as JSON (see as_json), so that its type is not known before.
+    return None if schema.get("type") == "string" else schema
+
+
+def spec_of_mcp(session: Any, tool: Any, effect: Effect | None = None) -> ToolSpec:
+    """Describe a tool of an MCP session by its own specification, which ``dspy.Tool`` does not keep.
+
+    Args:
+        session: calls it.
+        tool: what the server lists.
+        effect: what it does. None: as its annotations say, else "write".
+    """
+
+    async def call(**arguments: Any) -> Any:
+        return await call_mcp(session, tool.name, arguments)
+
+    hints = tool.annotations
+    annotated: Effect = "write"
+    if hints is not None and (hints.readOnlyHint or hints.idempotentHint):
+        annotated = "read" if hints.readOnlyHint else "idempotent"
+    # What is no schema says nothing: the server checks the parameters, too.
+    schema, output = valid_schema(tool.inputSchema) or {"type": "object"}, valid_schema(tool.outputSchema)
+    return ToolSpec(tool.name, " ".join((tool.description or "").split()), schema, output, effect or annotated, call)
+
+
+async def call_mcp(session: Any, name: str, arguments: Mapping[str, Any]) -> Any:
+    """Call a tool of an MCP session; return its structured content, else its text.
+
+    Raises:
+        RuntimeError: the server reported an error of the tool.
+    """
+    result = await session.call_tool(name, arguments=dict(arguments))
+    texts = [content.text for content in result.content if getattr(content, "type", "") == "text"]
+    if result.isError:
+        raise RuntimeError("; ".join(texts)[:2000] or "the server reported an error without a text")
+    if result.structuredContent is not None:
+        return result.structuredContent
+    return texts[0] if len(texts) == 1 else texts
+
+
+async def check(value: Any, schema: dict[str, Any]) -> Any:
+    """Fails unless the value satisfies the JSON Schema, else returns the value."""
+    for _, message in faults_of(value, schema):
+        raise ValueError(f"the value is not as it should be: {message}")
+    return value
+
+
+async def catalogue_of(
+    given: Sequence[Any], effects: Mapping[str, Effect] | Effect | None = None
+) -> dict[str, ToolSpec]:
+    """List the tools there are now: of dspy, functions, and those of MCP sessions.
+
+    Args:
+        given: ``dspy.Tool`` objects, functions, tool specifications, or MCP sessions.
+        effects: name -> what the tool does, or what all of them do; goes before a server's annotations.
+
+    Raises:
+        ConfigurationError: two tools of one name, or an effect that does not exist.
+    """
+    known = get_args(Effect)
+    for effect in effects.values() if isinstance(effects, Mapping) else filter(None, [effects]):
+        if effect not in known:
+            raise ConfigurationError(f"effects has {effect!r}, expected one of {known}.")
+
+    def effect_of(name: str) -> Effect | None:
+        return effects.get(name) if isinstance(effects, Mapping) else effects
+
+    tools: list[ToolSpec] = [spec_of(check, "read")]
+    for tool in given:
+        if isinstance(tool, ToolSpec):
+            tools.append(tool)
+        elif hasattr(tool, "list_tools"):
+            listed = (await tool.list_tools()).tools
+            tools += [spec_of_mcp(tool, each, effect_of(each.name)) for each in listed]
+        else:
+            made = tool if isinstance(tool, dspy.Tool) else dspy.Tool(tool)
+            tools.append(spec_of(made, effect_of(str(made.name))))
+    names = [tool.name for tool in tools]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigurationError(f"tools: {twice} are there more than once; give them other names. {CHECK!r} is taken.")
+    return {tool.name: tool for tool in tools}

@@ -1,0 +1,131 @@
+"""Real MCP servers over stdio: their schemas and annotations, copies of their state, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import dspy
+import pytest
+
+from dspy_flashevolve import ConfigurationError
+from dspy_flashevolve.evoflux import DirectoryWorld, Evoflux
+from dspy_flashevolve.evoflux.tools import catalogue_of
+from tests.evoflux.worlds import ScriptedPlanner
+
+SERVER = str(Path(__file__).with_name("server.py"))
+
+
+@pytest.fixture
+def sdk() -> None:
+    pytest.importorskip("mcp", reason="needs the extra evoflux")
+
+
+def children() -> set[str]:
+    """The processes that this one has started and that live."""
+    found: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= set((task / "children").read_text().split())
+    return found
+
+
+def world(directory: Path) -> DirectoryWorld:
+    return DirectoryWorld(directory, {"notes": [sys.executable, SERVER, "{directory}"]})
+
+
+def plan(*nodes: tuple[str, str, dict[str, object]]) -> dict[str, object]:
+    after = [[], *([id] for id, _, _ in nodes)]
+    return {
+        "nodes": [
+            {"id": id, "tool": tool, "parameters": given, "after": before}
+            for (id, tool, given), before in zip(nodes, after, strict=False)
+        ]
+    }
+
+
+async def answered(notes: DirectoryWorld, planner: ScriptedPlanner, **options: object) -> dspy.Prediction:
+    program = Evoflux("question -> answer", tools=[notes], **options)  # type: ignore[arg-type]
+    with dspy.context(lm=planner.lm):
+        return await program.acall(question="?")
+
+
+@pytest.mark.usefixtures("sdk")
+def test_the_catalogue_has_the_servers_own_schemas_and_annotations(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path) as notes:
+            tools = await catalogue_of([notes])
+        assert {name: spec.effect for name, spec in tools.items()} == {
+            "check": "read", "list_notes": "read", "write_note": "write", "hang": "read", "die": "read", "fail": "read",
+        }  # fmt: skip
+        assert tools["write_note"].input_schema["required"] == ["name", "text"]
+        assert tools["list_notes"].output_schema is not None
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("sdk")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_candidates_change_copies_the_winner_the_directory_and_no_process_is_left(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("old")
+    before = children()
+    first = plan(("w", "write_note", {"name": "new", "text": "hello"}), ("h", "fail", {}))
+    planner = ScriptedPlanner([first], [[{"id": "h", "tool": "list_notes", "parameters": {}, "after": ["w"]}]])
+
+    async def main() -> dspy.Prediction:
+        async with world(tmp_path) as notes:
+            return await answered(notes, planner, width=1, without=["edits"])
+
+    made = asyncio.run(main())
+    assert made.is_complete
+    assert made.execution.outputs["h"] == {"result": ["new", "old"]}
+    assert (tmp_path / "new").read_text() == "hello"
+    assert children() == before
+
+
+@pytest.mark.usefixtures("sdk")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_a_server_that_hangs_is_an_error_of_its_node_and_no_process_is_left(tmp_path: Path) -> None:
+    before = children()
+
+    async def main() -> dspy.Prediction:
+        async with world(tmp_path) as notes:
+            planner = ScriptedPlanner([plan(("h", "hang", {}))])
+            return await answered(notes, planner, max_candidates=1, tool_timeout_seconds=0.1)
+
+    made = asyncio.run(main())
+    assert made.execution.runs[0].fault == "timeout"
+    assert children() == before
+
+
+@pytest.mark.usefixtures("sdk")
+def test_a_server_that_dies_is_an_error_of_its_node(tmp_path: Path) -> None:
+    async def main() -> dspy.Prediction:
+        async with world(tmp_path) as notes:
+            planner = ScriptedPlanner([plan(("d", "die", {}))])
+            return await answered(notes, planner, max_candidates=1)
+
+    made = asyncio.run(main())
+    assert made.execution.runs[0].status == "failed"
+    assert made.answer is None
+
+
+def test_without_the_sdk_the_error_says_which_extra_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = importlib.import_module
+
+    def without(name: str) -> object:
+        if name.startswith("mcp"):
+            raise ImportError("No module named 'mcp'")
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    with pytest.raises(ConfigurationError, match=r"dspy-flashevolve\[evoflux\]"):
+        asyncio.run(world(tmp_path).list_tools())
+
+
+@pytest.mark.usefixtures("sdk")
+def test_a_server_that_does_not_start_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="did not start"):
+        asyncio.run(DirectoryWorld(tmp_path, {"nothing": [os.devnull]}).list_tools())

@@ -1,0 +1,102 @@
+"""The search's decisions: growth, intensity, pruning, score, redesign and staleness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspy_flashevolve.evoflux import Execution, NodeRun
+from dspy_flashevolve.evoflux.search import (
+    FIRST_GROWTH,
+    POPULATION,
+    REDESIGN_BELOW,
+    Candidate,
+    evidence,
+    grown,
+    intensity,
+    pruned,
+)
+from tests.evoflux.test_program import ask
+from tests.evoflux.worlds import ScriptedPlanner, workflow
+
+
+def candidate(number: int, score: float, tools: int = 1) -> Candidate:
+    flow = workflow(*((f"n{place}", f"tool{tools}", {"number": number}) for place in range(tools)))
+    return Candidate(flow, "edit", tools, number, score=score)
+
+
+@given(st.lists(st.floats(0, 1), max_size=30))
+def test_growth_follows_the_papers_formula_and_the_intensity_stays_within_its_bounds(scores: list[float]) -> None:
+    growth, best = FIRST_GROWTH, 0.2
+    for score in scores:
+        before, growth = growth, grown(growth, best, score)
+        assert growth == pytest.approx(0.9 * before + 0.1 * (max(0.0, score - best) / best) ** 2)
+        assert 0.1 < intensity(growth) <= 0.7
+        best = max(best, score)
+
+
+def test_a_redesign_is_due_after_four_steps_without_a_gain_and_a_gain_puts_it_off() -> None:
+    values = [FIRST_GROWTH]
+    for _ in range(4):
+        values.append(grown(values[-1], 0.5, 0.5))
+    assert [growth < REDESIGN_BELOW for growth in values] == [False, False, False, False, True]
+    assert grown(values[-1], 0.5, 1.0) > REDESIGN_BELOW
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 3)), max_size=40))
+def test_pruning_keeps_the_best_and_never_the_last_of_a_structure_while_another_has_two(given: Any) -> None:
+    candidates = [candidate(number, *each) for number, each in enumerate(given)]
+    kept = pruned(candidates)
+    assert len(kept) == min(len(candidates), POPULATION)
+    if candidates:
+        assert max(each.score for each in kept) == max(each.score for each in candidates)
+        assert {each.workflow.structure for each in kept} == {each.workflow.structure for each in candidates}
+
+
+def test_leaving_a_planned_node_out_is_no_evidence() -> None:
+    ran = Execution((NodeRun("a", "t", "ran"),))
+    assert evidence(ran, planned=1) == 1
+    assert evidence(ran, planned=2) == 0.5
+    assert evidence(Execution((NodeRun("a", "t", "failed", fault="output"),)), planned=1) == 0.5
+
+
+def test_a_search_that_stagnates_plans_anew_with_what_was_tried() -> None:
+    def never(number: int) -> int:
+        raise ValueError("no")
+
+    plans = [{"nodes": [{"id": "a", "tool": "never", "parameters": {"number": n}}]} for n in range(40)]
+    planner = ScriptedPlanner(plans, [[{**each["nodes"][0], "after": []}] for each in plans[20:]])
+    made = ask(planner, [never], "read", width=1, max_candidates=12)
+    assert made.stats.origins["redesign"] >= 2
+    redesigns = [each for kind, each in zip(planner.asked, planner.prompts, strict=True) if kind == "plan"][1:]
+    assert all("Tried before" in each and "ValueError: no" in each for each in redesigns)
+
+
+def test_a_check_of_the_goal_chooses_between_workflows_that_run() -> None:
+    def say(number: int) -> int:
+        return number
+
+    plan = {"nodes": [{"id": "a", "tool": "say", "parameters": {"number": 1}}]}
+    edits = [[{"id": "a", "tool": "say", "parameters": {"number": number}}] for number in (2, 3, 4)]
+    made = ask(ScriptedPlanner([plan], edits), [say], "read", checks=[lambda outputs: outputs["a"] == 3])
+    assert made.execution.outputs == {"a": 3}
+
+
+@pytest.mark.parametrize(("staleness", "are_discarded"), [("full", False), ("guarded", True)])
+def test_staleness_says_what_becomes_of_a_candidate_whose_parent_is_behind(staleness: str, are_discarded: bool) -> None:
+    import anyio
+
+    from dspy_flashevolve import Full, Guarded
+
+    async def never(number: int) -> int:
+        await anyio.sleep(1 + number % 3)
+        raise ValueError("no")
+
+    plans = [{"nodes": [{"id": "a", "tool": "never", "parameters": {"number": n}}]} for n in range(60)]
+    policy = Guarded(0, looks=("before_commit",)) if staleness == "guarded" else Full()
+    planner = ScriptedPlanner(plans, [[each["nodes"][0]] for each in plans[30:]])
+    made = ask(planner, [never], "read", staleness=policy, max_candidates=16)
+    assert (made.stats.discarded > 0) == are_discarded

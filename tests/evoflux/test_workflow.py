@@ -1,0 +1,122 @@
+"""The workflow: its JSON, its drawing, and what its check promises."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve import ConfigurationError
+from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.evoflux import Node, Reference, Workflow
+from dspy_flashevolve.evoflux.execution import Executor
+from dspy_flashevolve.evoflux.repair import Repairer
+from dspy_flashevolve.evoflux.tools import ToolSpec, check, spec_of
+from tests.evoflux.worlds import GOOD, find_city, weather, workflow
+
+JSON: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.text(max_size=4).filter(lambda name: "." not in name)
+
+
+async def order(city_id: int, kind: str, notes: list[str] | None = None) -> dict[str, int]:
+    """Order something for a city."""
+    return {"number": 5}
+
+
+TOOLS: dict[str, ToolSpec] = {spec.name: spec for spec in map(spec_of, (check, find_city, weather, order))}
+FIELDS = st.lists(st.sampled_from(["id", "number", "0"]), max_size=2)
+REFERENCES = st.builds(lambda node, path: {"$ref": ".".join([node, *path])}, st.sampled_from("abc"), FIELDS)
+VALUES: Any = JSON | REFERENCES
+NODES: Any = st.builds(
+    lambda id, tool, parameters, after: {"id": id, "tool": tool, "parameters": parameters, "after": after},
+    st.sampled_from(["a", "b", "c", "2", ""]),
+    st.sampled_from([*TOOLS, "nothing"]),
+    st.dictionaries(st.sampled_from(["name", "city_id", "unit", "kind", "notes", "value"]), VALUES, max_size=3),
+    st.lists(st.sampled_from("abc"), max_size=1),
+)
+WORKFLOWS: Any = st.lists(NODES, max_size=4).map(Workflow.from_json)
+
+
+@settings(deadline=None, max_examples=40)
+@given(WORKFLOWS)
+def test_a_workflow_comes_back_from_its_json(flow: Workflow) -> None:
+    assert Workflow.from_json(flow.as_json()) == Workflow.from_json(str(flow)) == flow
+
+
+@given(NAMES, st.lists(NAMES, max_size=3).map(tuple))
+def test_a_reference_comes_back_from_its_json_whatever_its_fields_are_called(node: str, path: Any) -> None:
+    made = Node(id="n", tool="t", parameters={"x": Reference(node, path).as_json()})
+    assert made.references == [(("x",), Reference(node, path))]
+
+
+@settings(deadline=None, max_examples=60)
+@given(WORKFLOWS)
+def test_a_workflow_that_passes_the_check_never_fails_for_a_static_reason(flow: Workflow) -> None:
+    """Literal parameters, tools and the nodes' order are as they have to be: only values that came from a run fail."""
+    if flow.check(TOOLS):
+        return
+
+    async def run() -> Any:
+        threads = Threads(1, "test")
+        try:
+            return await Executor(TOOLS, lambda call: call(), threads).run(flow, final=True)
+        finally:
+            threads.close()
+
+    made = asyncio.run(run())
+    assert len(made.runs) == len(flow.nodes)
+    for node in made.runs:
+        assert node.fault not in ("tool", "size", "budget")
+        bound = [path for path, _ in next(each for each in flow.nodes if each.id == node.node).references]
+        is_dynamic = any(node.path[: len(path)] == path or path[: len(node.path)] == node.path for path in bound)
+        assert node.fault != "arguments" or is_dynamic
+        assert "cycle" not in node.error
+
+
+@settings(deadline=None, max_examples=40)
+@given(WORKFLOWS)
+def test_a_repair_of_a_sound_workflow_changes_nothing_and_any_repair_ends(flow: Workflow) -> None:
+    repaired = Repairer(TOOLS, {"question": "tea"}).repaired(flow)
+    assert flow.check(TOOLS) or repaired == flow
+
+
+@pytest.mark.parametrize(
+    ("flow", "complaint"),
+    [
+        (workflow(), "node '', field 'nodes': the workflow has no node"),
+        (workflow(("a", "nothing", {})), "node 'a', field 'tool': there is no tool 'nothing'"),
+        (workflow(("a", "weather", {})), "node 'a', field 'city_id': is required, and missing"),
+        (workflow(("a", "weather", {"city_id": "7"})), "node 'a', field 'city_id': '7' is not of type 'integer'"),
+        (workflow(("a", "find_city", {"name": "x", "nam": 1})), "node 'a', field 'nam': is not a field of the tool"),
+        (workflow(("a", "weather", {"city_id": {"$ref": "b.id"}})), "node 'a', field 'city_id': there is no node 'b'"),
+        (
+            workflow(("a", "weather", {"city_id": {"$ref": "b"}}), ("b", "weather", {"city_id": {"$ref": "a"}})),
+            "node 'a', field 'city_id': {'$ref': 'b'} is object, expected integer",
+        ),
+        (
+            workflow(("a", "order", {"city_id": 1, "kind": "x", "notes": ["a", 3]})),
+            "node 'a', field 'notes': ['a', 3] is not valid under any of the given schemas",
+        ),
+        (workflow(("a b", "find_city", {"name": "x"})), "node 'a b', field 'id': 'a b' is no identifier"),
+    ],
+)
+def test_a_complaint_names_node_and_field(flow: Workflow, complaint: str) -> None:
+    assert any(str(each).startswith(complaint) for each in flow.check(TOOLS)), flow.check(TOOLS)
+
+
+def test_a_cycle_is_a_complaint() -> None:
+    flow = Workflow.from_json([{**node, "after": ["now"]} for node in GOOD["nodes"][:1]] + GOOD["nodes"][1:])
+    assert [each.kind for each in flow.check(TOOLS)] == ["cycle", "cycle"]
+
+
+@pytest.mark.parametrize("given", ["{", 5, {"nodes": [5]}, [{"tool": 5}], [{"tool": "x", "parameters": []}]])
+def test_what_has_not_the_shape_of_a_workflow_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        Workflow.from_json(given)
