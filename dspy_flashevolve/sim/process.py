@@ -243,8 +243,8 @@ def child_main() -> None:
 
     raw = json.loads(sys.stdin.readline())
     if lineage := raw["reply_model"]["lineage"]:
-        of = {name: Descent(**lineage[name]) for name in ("first", "later")}
-        raw["reply_model"]["lineage"] = Lineage(**{**lineage, **of})
+        lineage |= {name: Descent(**lineage[name]) for name in ("first", "later")}
+        raw["reply_model"]["lineage"] = Lineage(**lineage)
     for law in ("task_length", "reflection_length"):
         raw["profile"][law] = LengthLaw(**raw["profile"][law])
     try:
