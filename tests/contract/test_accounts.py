@@ -13,6 +13,7 @@ import dspy
 import litellm
 import pytest
 
+from dspy_flashevolve import Workflow
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import optimizer
 from tests.fakes import digits, examples, fake_lm, hashed, reply_for
@@ -148,8 +149,9 @@ def test_what_threads_that_know_their_run_have_used_counts_for_the_stage_that_th
 def test_max_cost_ends_an_asynchronous_run_whose_program_asks_in_threads(
     program: Callable[[], Lanes], way: str
 ) -> None:
-    most = 60
-    made = Compiled(program(), way, max_cost=(most - 0.5) * DOLLARS, schedule="async")
+    most = 40  # spent before eight minibatches without a trace end the run
+    options = {"schedule": "async", "workflow": Workflow(live_steps=2)}
+    made = Compiled(program(), way, max_cost=(most - 0.5) * DOLLARS, **options)
     made.check_all_is_counted()
     assert made.stats.stop_reason.startswith("max_cost=")
     assert made.answered >= most

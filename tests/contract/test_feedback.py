@@ -42,11 +42,12 @@ class Judge:
 
     def __init__(self) -> None:
         self.calls = itertools.count()
-        self.names: list[str | None] = []
+        self.names: dict[int, str | None] = {}
+        """Number of a call -> the predictor that it was asked about; threads may come at once."""
 
-    def judge(self, gold: Any, pred: Any) -> Any:
+    def judge(self, gold: Any, pred: Any, name: str | None = None) -> Any:
         number = next(self.calls)
-        self.names.append(None)
+        self.names[number] = name
         return dspy.Prediction(score=hashed(number, gold.question) % 97 / 100, feedback=f"call {number}")
 
     def plain(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
@@ -58,9 +59,7 @@ class Judge:
         return self.judge(gold, pred)
 
     def named(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        result = self.judge(gold, pred)
-        self.names[-1] = pred_name
-        return result
+        return self.judge(gold, pred, pred_name)
 
     def passed_on(self, *arguments: Any) -> Any:
         return self.named(*arguments)
@@ -71,7 +70,7 @@ class Judge:
     @property
     def asked(self) -> list[str]:
         """For which predictors it was asked for feedback."""
-        return [name for name in self.names if name is not None]
+        return [name for name in self.names.values() if name is not None]
 
     def speaks_of(self, records: list[dict[str, Any]]) -> list[bool]:
         """Of each record, whether its feedback came with a score that counted."""
