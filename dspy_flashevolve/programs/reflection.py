@@ -115,11 +115,19 @@ class ReflectionRunner:
         adapter, trajectories = copy.copy(self._adapter), evaluation.trajectories or []
         adapter.rng = adapter.rng if rng is None else rng
         adapter.feedback_map = questions_for(adapter.student.named_predictors(), trajectories)
-        self._check_traced(trajectories)
         # It waits its turn among the reflections, one of which reads it next: made earlier, it would only lie there.
-        dataset: Any = await self._guarded(
-            lambda: ask(lambda: self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components))
-        )
+        try:
+            dataset: Any = await self._guarded(
+                lambda: ask(
+                    lambda: self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components)
+                )
+            )
+        except FlashEvolveError:
+            raise
+        except Exception as error:
+            self._raise_untraced(trajectories, error)
+            raise
+        self._mistakes.record(Kind.TRACES, None)
         records: list[dict[str, Any]] = [record for records in dataset.values() for record in records]
         name_faults(records, trajectories)
         open_records = [record for record in records if isinstance(record.get("Feedback"), Question)]
@@ -139,19 +147,17 @@ class ReflectionRunner:
             raise failed[0]
         return {name: rows for name, rows in kept.items() if rows or not dataset[name]}
 
-    def _check_traced(self, trajectories: Sequence[Mapping[str, Any]]) -> None:
-        """Check that calls of predictors were seen, unless no program of the minibatch came to its end.
+    def _raise_untraced(self, trajectories: Sequence[Mapping[str, Any]], error: Exception) -> None:
+        """Say of a minibatch from which dspy could make nothing to read that no call of a predictor was seen.
 
         Raises:
-            UntracedProgramError: none was.
+            UntracedProgramError: programs answered, and none of them has a trace.
         """
         answered = [each for each in trajectories if not isinstance(each["prediction"], FailedPrediction)]
-        if any(each["trace"] for each in answered):
-            self._mistakes.record(Kind.TRACES, None)
-        elif answered:
-            error = UntracedProgramError()
-            self._mistakes.record(Kind.TRACES, self._mistakes.failure(error, ()))
-            raise error
+        if answered and not any(each["trace"] for each in answered):
+            untraced = UntracedProgramError()
+            self._mistakes.record(Kind.TRACES, self._mistakes.failure(untraced, ()))
+            raise untraced from error
 
     async def _feedback_or_error(self, question: Question, ask: Ask) -> Any:
         """Return the feedback that a question is for, or what the metric raised on that example.

@@ -144,6 +144,20 @@ def test_flex_code_evolves_as_in_gepa() -> None:
     )
 
 
+def test_flex_code_that_asks_no_predictor_is_reflected_on() -> None:
+    """Nothing of it is in dspy's trace, and dspy reads its inputs and outputs all the same."""
+    source = """class Plain(dspy.Module):
+    def forward(self, **inputs):
+        return dspy.Prediction(answer='3')"""
+    student = dspy.Flex("question -> answer", interpreter_factory=LocalInterpreter)
+    student._module_src = source
+    optimizer = AsyncGEPA(digits, max_metric_calls=40, num_threads=2, reflection_lm=code_lm(), track_stats=True)
+    with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3"))):
+        stats = optimizer.compile(student, trainset=TRAIN[:3], valset=VAL[:3]).async_stats
+    assert stats.proposals > 2
+    assert not [reason for reason in stats.end_reasons if "trace" in reason]
+
+
 def objectives(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
     result = digits(gold, pred)
     parts = {"digits": result.score, "even": float(int(pred.answer.split()[0]) % 2 == 0)}
