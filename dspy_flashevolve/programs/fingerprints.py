@@ -66,7 +66,7 @@ def _source(code: Any) -> str:
     while isinstance(code, partial):
         code = code.func
     code = code if inspect.isroutine(code) or inspect.isclass(code) else type(code)
-    if code.__module__.startswith(("dspy.", "builtins")):
+    if str(getattr(code, "__module__", None)).startswith(("dspy.", "builtins")):
         return ""
     try:
         return inspect.getsource(inspect.unwrap(code))
