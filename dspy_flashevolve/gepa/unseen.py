@@ -47,8 +47,9 @@ def expected_on_unseen(subscores: Sequence[Mapping[Hashable, float]], seed: int 
         None where fewer than `LEAST_EXAMPLES` examples were run by every candidate.
 
     Example:
-        >>> expected_on_unseen([dict.fromkeys(range(32), 0.25), dict.fromkeys(range(32), 0.5)])
-        UnseenEstimate(score=0.5, error=0.0074...)
+        >>> estimate = expected_on_unseen([dict.fromkeys(range(32), 0.25), dict.fromkeys(range(32), 0.5)])
+        >>> estimate.score, round(estimate.error, 4)
+        (0.5, 0.0074)
     """
     if not subscores:
         return None
