@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import tokenize
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -62,15 +63,22 @@ def fingerprints_of(
 
 
 def _source(code: Any) -> str:
-    """Return the Python source of a function, a class or an object's class; empty where it is dspy's, or unknown."""
+    """Return the Python source of a function, or of the methods of a class or of an object's class.
+
+    Empty where it is dspy's, or unknown. A class is read by its methods, for :func:`inspect.getsource` of a class
+    parses the whole file, which can fail in Python 3.11 while other threads parse.
+    """
     while isinstance(code, partial):
         code = code.func
     code = code if inspect.isroutine(code) or inspect.isclass(code) else type(code)
     if str(getattr(code, "__module__", None)).startswith(("dspy.", "builtins")):
         return ""
+    if inspect.isclass(code):
+        held = cast("dict[str, Any]", vars(code)).values()
+        return "".join(_source(item) for item in held if inspect.isfunction(item))
     try:
         return inspect.getsource(inspect.unwrap(code))
-    except (OSError, TypeError):
+    except (OSError, TypeError, tokenize.TokenError):
         return ""
 
 

@@ -12,7 +12,7 @@ import dspy
 import pytest
 
 from dspy_flashevolve import AsyncGEPA
-from tests.contract.surface import TRAIN, VAL, compiled
+from tests.contract.surface import TRAIN, VAL, compiled, simulated
 from tests.fakes import Chain, digits, fake_lm, reflection_lm, task_lm
 
 
@@ -49,7 +49,7 @@ def test_at_equal_metric_calls_a_run_prints_no_more_than_dspy_gepa(
         theirs.compile(Chain(), trainset=TRAIN, valset=VAL)
         printed, lines = capsys.readouterr(), shown.lines
         shown.lines = []
-        compiled(90)
+        simulated(90)
     ours = capsys.readouterr()
     assert ours.out == ""
     assert len(ours.out + ours.err) < len(printed.out + printed.err)
