@@ -74,8 +74,9 @@ def _source(code: Any) -> str:
     if str(getattr(code, "__module__", None)).startswith(("dspy.", "builtins")):
         return ""
     if inspect.isclass(code):
-        held = cast("dict[str, Any]", vars(code)).values()
-        return "".join(_source(item) for item in held if inspect.isfunction(item))
+        attributes = cast("dict[str, Any]", vars(code)).values()
+        functions = (getattr(attribute, "__func__", attribute) for attribute in attributes)  # of static methods, too
+        return "".join(_source(function) for function in functions if inspect.isfunction(function))
     try:
         return inspect.getsource(inspect.unwrap(code))
     except (OSError, TypeError, tokenize.TokenError):

@@ -225,6 +225,33 @@ def test_a_run_that_goes_on_with_another_text_of_its_metric_says_so(
     assert "Give another log_dir if it scores otherwise now" in caplog.text
 
 
+def test_a_run_that_goes_on_with_another_method_of_its_metric_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Metric:
+        def __call__(self, gold: Any, pred: Any, *rest: Any) -> Any:
+            return self.scaled(digits(gold, pred, *rest))
+
+        @staticmethod
+        def scaled(judgement: Any) -> Any:
+            return judgement
+
+    class Halved(Metric):
+        def __call__(self, gold: Any, pred: Any, *rest: Any) -> Any:
+            return self.scaled(digits(gold, pred, *rest))
+
+        @staticmethod
+        def scaled(judgement: Any) -> Any:
+            return judgement / 2
+
+    Halved.__qualname__ = Metric.__qualname__
+    for calls in (50, 60):
+        run(tmp_path, calls, metric=Metric())
+    assert "source of the" not in caplog.text
+    run(tmp_path, 70, metric=Halved())
+    assert "the source of the metric has changed since the last session" in caplog.text
+
+
 def test_a_finished_run_that_is_taken_up_again_pays_nothing(tmp_path: Path) -> None:
     first = run(tmp_path, 90)
     again = run(tmp_path, 90, task_at=1, reflection_at=1)  # any call would end it
