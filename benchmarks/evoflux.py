@@ -1,8 +1,9 @@
-"""Evoflux beside simpler ways to use tools, with a scripted planner: `python -m benchmarks.evoflux`.
+"""Evoflux beside simpler ways to use tools: `python -m benchmarks.evoflux`.
 
-The planner is scripted, no language model: it knows each task's workflow and makes errors at known rates (wrong tool,
-missing parameter, wrong reference, wrong order, wrong value). Told of errors, it mends each faulty node with a known
-rate. So the figures say what the search does with such a planner, and nothing of any model.
+By default the planner is scripted, no language model: it knows each task's workflow and makes errors at known rates
+(wrong tool, missing parameter, wrong reference, wrong order, wrong value). Told of errors, it mends each faulty node
+with a known rate. So the figures say what the search does with such a planner, and nothing of any model.
+``--planner-model openai/NAME --planner-base URL`` asks a real model instead, eight tasks at a time, in real time.
 
 Every method gets the same totals of tokens and tool calls a task. Once the tokens are spent the planner refuses every
 request, also that for an answer; only an answer that was given before counts. By default tasks are in memory and time
@@ -23,7 +24,7 @@ import random
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ import anyio
 import dspy
 from dspy.lm15 import Message, Request, Response, TextPart, Usage
 
+from benchmarks.backends import NO_KEY
 from benchmarks.results import RESULTS, append_json_lines, table
 from benchmarks.tool_tasks.servers import ServerTask, server_tasks
 from benchmarks.tool_tasks.tasks import ToolTask, tasks
@@ -51,6 +53,10 @@ ANSWER_TOKENS = 2000
 workflow ran, and are paid, too. With 1,000 one answer in ten is refused."""
 MENDS = 0.6
 """Rate at which a node that the feedback names is written right."""
+MODEL_TOKENS = 700
+"""Longest reply of a real model."""
+TASKS_AT_A_TIME = 8
+"""Of the methods that have no scheduler, under a real model."""
 WITHOUT = ("static repair", "edits", "LM edits", "redesign", "diversity")
 
 
@@ -62,7 +68,7 @@ class _NotAwaited:
         raise NotImplementedError("the scripted planner is awaited")
 
 
-class LimitReachedError(Exception):
+class LimitReachedError(dspy.LMError):
     """The tokens of a task are spent."""
 
 
@@ -174,15 +180,56 @@ class ScriptedPlanner:
         return _format(next_thought="-", next_tool_name=tool, next_tool_args=json.dumps(arguments))
 
 
+class ModelPlanner:
+    """A real model, which refuses every request once a task's tokens are spent.
+
+    Args:
+        model: litellm's name.
+        base: a server with OpenAI's API; None where litellm knows the address.
+        max_tokens: after which it refuses.
+    """
+
+    def __init__(self, model: str, base: str | None, max_tokens: int) -> None:
+        self.max_tokens, self.tokens, self.has_refused = max_tokens, 0, False
+        address = {} if base is None else {"api_base": base, "api_key": NO_KEY}
+        self.lm = _LimitedLM(
+            self, model, temperature=0.7, max_tokens=MODEL_TOKENS, cache=False, timeout=3600, num_retries=0, **address
+        )
+
+
+class _LimitedLM(dspy.LM):
+    def __init__(self, planner: ModelPlanner, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._planner = planner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LimitedLM:
+        return self
+
+    async def aforward(self, *args: Any, **kwargs: Any) -> Any:
+        planner = self._planner
+        planner.has_refused = planner.tokens >= planner.max_tokens
+        if planner.has_refused:
+            raise LimitReachedError
+        read = sum(len(str(message.get("content"))) for message in kwargs.get("messages") or []) // 4
+        planner.tokens += read  # an estimate, which stands where the request is cancelled
+        reply = await super().aforward(*args, **kwargs)
+        planner.tokens += reply.usage.prompt_tokens + reply.usage.completion_tokens - read
+        return reply
+
+
+Planner = ScriptedPlanner | ModelPlanner
+
+
 def _format(**fields: str) -> str:
     return "\n\n".join([f"[[ ## {name} ## ]]\n{text}" for name, text in fields.items()] + ["[[ ## completed ## ]]"])
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method on all tasks with one seed. The planner is scripted.
+    """One method on all tasks with one seed.
 
     Attributes:
+        planner: "scripted", or the name of a model.
         tools: "memory", or "servers" for MCP servers.
         together: tasks that are asked at a time.
         executed: share of tasks whose workflow ran completely and that were answered ("strict execution").
@@ -223,11 +270,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a method may spend on a task, and how long a request of the planner takes."""
+    """What a method may spend on a task, and its planner.
+
+    Attributes:
+        seconds: what a request of the scripted planner takes.
+        model, base: of a real one.
+    """
 
     tokens: int
     calls: int
     seconds: float = PLANNER_SECONDS
+    model: str | None = None
+    base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -256,7 +310,10 @@ async def solve(task: Task, name: str, program: Evoflux | None, seed: int, limit
     Args:
         program: the Evoflux of which a copy is asked; None for the other methods.
     """
-    planner = ScriptedPlanner(task, seed, limits.tokens, limits.seconds)
+    if limits.model is None:
+        planner: Planner = ScriptedPlanner(task, seed, limits.tokens, limits.seconds)
+    else:
+        planner = ModelPlanner(limits.model, limits.base, limits.tokens)
     async with task.opened() as world:
         with dspy.context(lm=planner.lm):
             if name == "dspy.ReAct":
@@ -267,7 +324,7 @@ async def solve(task: Task, name: str, program: Evoflux | None, seed: int, limit
             return await _ask(task, world, program, planner)
 
 
-async def _ask(task: Task, world: Any, program: Evoflux, planner: ScriptedPlanner) -> Outcome:
+async def _ask(task: Task, world: Any, program: Evoflux, planner: Planner) -> Outcome:
     asked = program.deepcopy()  # shares the scheduler
     asked.tools, asked.world = await world.specs(), world
     try:
@@ -280,7 +337,7 @@ async def _ask(task: Task, world: Any, program: Evoflux, planner: ScriptedPlanne
     return Outcome(made.is_complete, reached, planner.tokens, stats.tool_calls, stats.candidates)
 
 
-async def _best_of(task: Task, world: Any, planner: ScriptedPlanner, limits: Limits) -> Outcome:
+async def _best_of(task: Task, world: Any, planner: Planner, limits: Limits) -> Outcome:
     """Plan afresh until a plan runs completely in a copy of the state, within the same totals."""
     used = made = 0
     while planner.tokens < limits.tokens and used < limits.calls:
@@ -299,7 +356,7 @@ async def _best_of(task: Task, world: Any, planner: ScriptedPlanner, limits: Lim
     return Outcome(False, await task.is_reached(world), planner.tokens, used, made)
 
 
-async def _react(task: Task, world: Any, planner: ScriptedPlanner, limits: Limits) -> Outcome:
+async def _react(task: Task, world: Any, planner: Planner, limits: Limits) -> Outcome:
     """dspy.ReAct on the real state, an iteration at a time until its tokens or calls are spent."""
     count = 0
 
@@ -337,28 +394,36 @@ async def run_method(name: str, seed: int, chosen: Sequence[Task], limits: Limit
     began = anyio.current_time()
     if method is not None and method.is_together:
         made = await gather([partial(solve, task, name, program, seed, limits) for task in chosen])
+    elif limits.model is not None:
+        places = anyio.CapacityLimiter(TASKS_AT_A_TIME)
+
+        async def solve_in_place(task: Task) -> Outcome:
+            async with places:
+                return await solve(task, name, program, seed, limits)
+
+        made = await gather([partial(solve_in_place, task) for task in chosen])
     else:
         made = [await solve(task, name, program, seed, limits) for task in chosen]
     return made, anyio.current_time() - began
 
 
 def row_of(name: str, seed: int, chosen: Sequence[Task], limits: Limits, tools: str) -> Row:
-    """Run a method on tasks; in virtual time, unless their tools are servers."""
-    start: Callable[..., Any] = asyncio.run if tools == "servers" else run
+    """Run a method on tasks; in virtual time, unless their tools are servers or the planner is a model."""
+    is_real = tools == "servers" or limits.model is not None
 
     async def main() -> tuple[list[Outcome], float]:
         return await run_method(name, seed, chosen, limits)
 
-    made, seconds = start(main()) if tools == "servers" else start(main)
+    made, seconds = asyncio.run(main()) if is_real else run(main)
     held_out = [each.reached for task, each in zip(chosen, made, strict=True) if task.is_held_out]
     is_together = name in METHODS and METHODS[name].is_together
     return Row(
-        planner="scripted",
+        planner=limits.model or "scripted",
         tools=tools,
         method=name,
         seed=seed,
         tasks=len(chosen),
-        together=len(chosen) if is_together else 1,
+        together=len(chosen) if is_together else 1 if limits.model is None else TASKS_AT_A_TIME,
         max_tokens=limits.tokens,
         max_tool_calls=limits.calls,
         executed=statistics.mean(each.executed for each in made),
@@ -377,6 +442,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", type=int, default=60, help="the first so many")
     parser.add_argument("--servers", action="store_true", help="tasks over real MCP servers, in real time")
+    parser.add_argument("--planner-model", help="a real one, by litellm's name; without it the planner is scripted")
+    parser.add_argument("--planner-base", help="the address of its server")
     parser.add_argument("--max-tokens", type=int, default=8000, help="a task")
     parser.add_argument("--max-tool-calls", type=int, default=24, help="a task")
     parser.add_argument("--methods", nargs="*", default=[*METHODS, "best of N", "dspy.ReAct"])
@@ -385,7 +452,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("dspy").setLevel(logging.CRITICAL)
     chosen: Sequence[Task] = server_tasks() if asked.servers else tasks()
     chosen = chosen[: asked.tasks]
-    limits = Limits(asked.max_tokens, asked.max_tool_calls, 0.0 if asked.servers else PLANNER_SECONDS)
+    limits = Limits(
+        asked.max_tokens,
+        asked.max_tool_calls,
+        0.0 if asked.servers else PLANNER_SECONDS,
+        asked.planner_model,
+        asked.planner_base,
+    )
     lines: list[tuple[str, ...]] = []
     for name in asked.methods:
         rows = [

@@ -1,10 +1,14 @@
-"""Tasks over real MCP servers on real state: rows of SQLite and DuckDB, git commits and branches, files.
+"""Tasks over real MCP servers on real state: rows of SQLite and DuckDB, git, cells of a spreadsheet, text files.
 
 The servers come from PyPI and start without network: ``pip install 'mcp<2' mcp-server-sqlite mcp-server-git
-mcp-server-time mcp-server-calculator mcp-server-duckdb``. Each task begins in a fresh directory. Its oracle compares
-every row, file, branch and commit message with what there should be, so that what is unrelated has to be unchanged. A
-third of the tasks is held out: they work on servers and tools that no other task has, and all their tools and
-parameters have other names than the servers give them.
+mcp-server-time mcp-server-calculator mcp-server-duckdb excel-mcp-server mcp-text-editor``. Each task begins in a fresh
+directory. Its oracle compares every row, cell, file, branch and commit message with what there should be, so that what
+is unrelated has to be unchanged. A third of the tasks is held out: they work on tools that no other task has, and all
+their tools and parameters have other names than the servers give them.
+
+The spreadsheet's and the editor's servers take absolute paths only, which would lead out of a copy of the directory:
+here their paths are relative to it. The CSV servers of PyPI keep their tables in memory, which no copy of a directory
+has, so that there is none.
 """
 
 from __future__ import annotations
@@ -30,18 +34,22 @@ COMMANDS: dict[str, list[str]] = {
     "git": ["mcp-server-git", "--repository", "{directory}/repo"],
     "time": ["mcp-server-time", "--local-timezone", "UTC"],
     "calculator": ["mcp-server-calculator"],
+    "excel": ["excel-mcp-server", "stdio"],
+    "editor": ["mcp-text-editor"],
     "duckdb": ["mcp-server-duckdb", "--db-path", "{directory}/sales.duckdb"],
 }
 EFFECTS: dict[str, Effect] = {
     "read_query": "read", "list_tables": "read", "describe_table": "read", "calculate": "read",
+    "read_data_from_excel": "read", "get_text_file_contents": "read",
 }  # fmt: skip
 """What the servers' annotations leave out."""
 NEW_TOOLS = {
     "query": "warehouse_sql", "calculate": "evaluate", "git_create_branch": "branch_open", "git_log": "history",
+    "create_worksheet": "sheet_open",
 }  # fmt: skip
 NEW_PARAMETERS = {
     "query": "statement", "expression": "formula", "branch_name": "title", "base_branch": "from_title",
-    "repo_path": "checkout", "max_count": "most",
+    "repo_path": "checkout", "max_count": "most", "filepath": "workbook", "sheet_name": "label",
 }  # fmt: skip
 """Name that a server gives -> the one that held-out tasks see."""
 ITEMS = ("tea", "coffee", "sugar", "milk", "bread", "rice", "salt", "honey")
@@ -102,11 +110,29 @@ class ServerWorld:
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
         """Call a tool by its own name."""
         given = {self._old_parameters.get(name, name): value for name, value in arguments.items()}
-        return await self.inner.call(self._old_tools.get(tool, tool), given)
+        return await self.inner.call(self._old_tools.get(tool, tool), _within(self.inner.directory, given))
 
     async def close(self) -> None:
         """End the servers."""
         await self.inner.close()
+
+
+def _within(directory: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of the spreadsheet's and the editor's servers with their paths in a directory.
+
+    Args:
+        given: arguments; other servers' are returned as they are.
+    """
+
+    def path(value: Any) -> Any:
+        return str(directory / value.lstrip("/")) if isinstance(value, str) and ".." not in value else value
+
+    made = {name: path(value) if name == "filepath" else value for name, value in given.items()}
+    if isinstance(made.get("files"), list):
+        made["files"] = [
+            {**each, "path": path(each.get("path"))} if isinstance(each, dict) else each for each in made["files"]
+        ]
+    return made
 
 
 @dataclass(frozen=True)
@@ -125,6 +151,9 @@ class ServerTask:
         sales: rows of the DuckDB that are new.
         branches: branches that are new.
         message: of the new commit; None for none.
+        cells: row and column, from 0, of the sheet Prices -> value, where it changes.
+        sheets: empty sheets that are new.
+        memos: name of a new text file -> its text.
     """
 
     name: str
@@ -138,6 +167,9 @@ class ServerTask:
     sales: tuple[tuple[str, int], ...] = ()
     branches: tuple[str, ...] = ()
     message: str | None = None
+    cells: Mapping[tuple[int, int], Any] = field(default_factory=dict[tuple[int, int], Any])
+    sheets: tuple[str, ...] = ()
+    memos: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[ServerWorld, None]:
@@ -158,6 +190,10 @@ class ServerTask:
         if self.message is not None:
             wanted["commits"].insert(0, self.message)
             wanted["dirty"] = []
+        for (row, column), value in self.cells.items():
+            wanted["sheets"]["Prices"][row][column] = value
+        wanted["sheets"].update({name: [] for name in self.sheets})
+        wanted["memos"].update({name: f"{text}\n" for name, text in self.memos.items()})  # the editor ends a line
         await world.close()  # DuckDB lets one process in
         return await anyio.to_thread.run_sync(state_of, world.inner.directory) == wanted
 
@@ -172,12 +208,15 @@ def first_state() -> dict[str, Any]:
         "commits": ["begin"],
         "dirty": ["A  plan.txt"],
         "files": {"plan.txt": "buy tea\n", "readme.txt": "the shop\n"},
+        "sheets": {"Prices": [["item", "price"], *([name, 2 + number] for number, name in enumerate(ITEMS))]},
+        "memos": {"call.txt": "call Ann\n"},
     }
 
 
 def make_state(directory: Path) -> None:
-    """Fill a directory: two databases, and a git repository with one file that is staged."""
+    """Fill a directory: two databases, a git repository with one file that is staged, a spreadsheet and a memo."""
     import duckdb  # pyright: ignore[reportMissingImports]
+    import openpyxl  # pyright: ignore[reportMissingImports]
 
     first, repository = first_state(), directory / "repo"
     repository.mkdir(parents=True)
@@ -189,6 +228,13 @@ def make_state(directory: Path) -> None:
     with duckdb.connect(str(directory / "sales.duckdb")) as warehouse:
         warehouse.execute("CREATE TABLE sales (item TEXT, amount INTEGER)")
         warehouse.executemany("INSERT INTO sales VALUES (?, ?)", first["sales"])
+    book = openpyxl.Workbook()
+    book.active.title = "Prices"
+    for row in first["sheets"]["Prices"]:
+        book.active.append(row)
+    book.save(directory / "shop.xlsx")
+    for name, text in first["memos"].items():
+        (directory / name).write_text(text, encoding="utf-8")
     _git(repository, "init", "-q", "-b", "main")
     _git(repository, "config", "user.name", "shop")
     _git(repository, "config", "user.email", "shop@example.org")
@@ -202,6 +248,7 @@ def make_state(directory: Path) -> None:
 def state_of(directory: Path) -> dict[str, Any]:
     """Read all that tasks may change in a directory."""
     import duckdb  # pyright: ignore[reportMissingImports]
+    import openpyxl  # pyright: ignore[reportMissingImports]
 
     repository = directory / "repo"
     with closing(sqlite3.connect(directory / "shop.db")) as database:
@@ -209,7 +256,16 @@ def state_of(directory: Path) -> dict[str, Any]:
         notes = [text for (text,) in database.execute("SELECT text FROM notes ORDER BY rowid")]
     with duckdb.connect(str(directory / "sales.duckdb")) as warehouse:
         sales = warehouse.execute("SELECT item, amount FROM sales").fetchall()
+    with closing(openpyxl.load_workbook(directory / "shop.xlsx")) as book:
+        sheets = {
+            sheet.title: [
+                list(row) for row in sheet.iter_rows(values_only=True) if any(cell is not None for cell in row)
+            ]
+            for sheet in book
+        }
     return {
+        "sheets": sheets,
+        "memos": {path.name: path.read_text(encoding="utf-8") for path in sorted(directory.glob("*.txt"))},
         "stock": stock,
         "notes": notes,
         "sales": sales,
@@ -226,8 +282,12 @@ def _git(repository: Path, *arguments: str) -> str:
 
 
 def server_tasks() -> list[ServerTask]:
-    """All twenty-four: eight over one server, eight over two, eight over three; every third is held out."""
-    return [_held_out(number) if number % 3 == 2 else _seen(number) for number in range(24)]
+    """All sixty: twenty each over one, two and three servers; every third is held out.
+
+    The first 24 are on databases, git, a clock and a calculator, the others on a spreadsheet and text files, too.
+    """
+    first = [_held_out(number) if number % 3 == 2 else _seen(number) for number in range(24)]
+    return first + [_sheet_held_out(number) if number % 3 == 2 else _sheet_seen(number) for number in range(24, 60)]
 
 
 def _seen(number: int) -> ServerTask:
@@ -296,6 +356,69 @@ def _held_out(number: int) -> ServerTask:
     return ServerTask(
         f"servers-{number}", question + ".", tuple(rows), servers, frozenset(tools), is_held_out=True,
         sales=((item, amount),), branches=branches,
+    )  # fmt: skip
+
+
+def _sheet_seen(number: int) -> ServerTask:
+    """A price in the spreadsheet, then a memo in a text file, whose text is a time in the third kind."""
+    count, row, price = number // 3 % 3 + 1, number % len(ITEMS), 30 + number
+    item, cell = ITEMS[row], f"B{row + 2}"
+    book = {"filepath": "shop.xlsx", "sheet_name": "Prices"}
+    rows: list[dict[str, Any]] = [
+        {"id": "old", "tool": "read_data_from_excel", "parameters": {**book, "start_cell": cell, "end_cell": cell}},
+        {
+            "id": "set",
+            "tool": "write_data_to_excel",
+            "parameters": {**book, "data": [[price]], "start_cell": cell},
+            "after": ["old"],
+        },
+    ]
+    question = f"In shop.xlsx, sheet Prices, look up the price of {item} in cell {cell}, then set it to {price}"
+    tools, memos, hour = {"read_data_from_excel", "write_data_to_excel"}, dict[str, str](), f"{number % 24:02d}:15"
+    if count == 3:
+        given = {"source_timezone": "UTC", "time": hour, "target_timezone": "Asia/Kolkata"}
+        rows.append({"id": "clock", "tool": "convert_time", "parameters": given})
+        question += f"; convert {hour} UTC to Asia/Kolkata"
+        tools.add("convert_time")
+    if count >= 2:
+        text: Any = {"$ref": "clock.time_difference"} if count == 3 else f"{item} costs {price}"
+        memo = {"path": f"{item}.txt", "file_hash": "", "patches": [{"contents": text}]}
+        rows.append(
+            {"id": "memo", "tool": "edit_text_file_contents", "parameters": {"files": [memo]}, "after": ["set"]}
+        )
+        told = "the time difference" if count == 3 else f"'{text}'"
+        question += f", and write a new text file {item}.txt (its file_hash is empty) with {told} as its contents"
+        memos = {f"{item}.txt": "+5.5h" if count == 3 else f"{item} costs {price}"}
+        tools |= {"get_text_file_contents", "edit_text_file_contents"}
+    return ServerTask(
+        f"servers-{number}", question + ".", tuple(rows), ("excel", "editor", "time")[:count], frozenset(tools),
+        cells={(row + 1, 1): price}, memos=memos,
+    )  # fmt: skip
+
+
+def _sheet_held_out(number: int) -> ServerTask:
+    """A new sheet, a sale in DuckDB, and a sum that names the sheet; all under other names."""
+    count, item, amount = number // 3 % 3 + 1, ITEMS[number % len(ITEMS)], 1 + number
+    rows: list[dict[str, Any]] = []
+    tools, label, question = {"create_worksheet"}, f"{item} {amount}", ""
+    named: Any = label
+    if count == 3:
+        rows.append({"id": "sum", "tool": "evaluate", "parameters": {"formula": f"{amount} * 11"}})
+        named, label = {"$ref": "sum.result"}, str(amount * 11)
+        question = f"Evaluate {amount} * 11. "
+        tools.add("calculate")
+    rows.append({"id": "sheet", "tool": "sheet_open", "parameters": {"workbook": "shop.xlsx", "label": named}})
+    question += f"Open a new sheet in shop.xlsx named {'by the result' if count == 3 else repr(label)}"
+    sales: tuple[tuple[str, int], ...] = ()
+    if count >= 2:
+        insert = {"statement": f"INSERT INTO sales VALUES ('{item}', {amount})"}
+        rows.append({"id": "sale", "tool": "warehouse_sql", "parameters": insert, "after": ["sheet"]})
+        question += f", and enter a sale of {amount} {item} into the table sales"
+        sales = ((item, amount),)
+        tools.add("query")
+    return ServerTask(
+        f"servers-{number}", question + ".", tuple(rows), ("excel", "duckdb", "calculator")[:count], frozenset(tools),
+        is_held_out=True, sales=sales, sheets=(label,),
     )  # fmt: skip
 
 

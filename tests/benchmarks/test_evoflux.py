@@ -45,15 +45,18 @@ async def carry_out(task: ToolTask | ServerTask, world: Any) -> None:
     """Make the calls of a task's own workflow."""
     outputs: dict[str, Any] = {}
     for node in Workflow.from_json(list(task.nodes)).ordered():
-        given = dict(node.parameters)
+        given = json.loads(json.dumps(node.parameters))
         for path, reference in node.references:
-            given[str(path[0])] = outputs[reference.node][reference.path[0]]
+            place = given
+            for part in path[:-1]:
+                place = place[part]
+            place[path[-1]] = outputs[reference.node][reference.path[0]]
         outputs[node.id] = as_json(await world.call(node.tool, given))
 
 
 def test_the_tasks_over_servers_are_on_one_two_and_three_and_a_third_is_held_out() -> None:
     made = server_tasks()
-    assert len({task.question for task in made}) == len(made) == 24
+    assert len({task.question for task in made}) == len(made) == 60
     assert {len(task.servers) for task in made} == {1, 2, 3}
     assert sum(task.is_held_out for task in made) * 3 == len(made)
     tools = {held: set[str]() for held in (False, True)}
@@ -64,7 +67,9 @@ def test_the_tasks_over_servers_are_on_one_two_and_three_and_a_third_is_held_out
 
 
 @pytest.mark.skipif(not are_installed(), reason="needs the servers of benchmarks.tool_tasks.servers")
-@pytest.mark.parametrize("task", [server_tasks()[4], server_tasks()[8]], ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "task", [server_tasks()[number] for number in (4, 8, 27, 31, 32, 35)], ids=lambda task: task.name
+)
 def test_an_oracle_over_servers_accepts_the_tasks_own_workflow_and_no_unrelated_change(task: ServerTask) -> None:
     async def main() -> None:
         async with task.opened() as world:
