@@ -206,7 +206,10 @@ def has_foreign(parts: Parts) -> bool:
 
 
 _ITERATION = re.compile(r"Iteration (\d+): ")
-_PROMPT = "Proposed new text for "
+_LONG = re.compile(
+    r": (Proposed new text|Individual valset scores|New valset pareto front scores|Updated valset pareto front) "
+)
+"""Lines with a whole prompt, or with scores of every example. The scores are in ``detailed_results``, too."""
 BASE = "Base program full valset score"
 """gepa's words for the seed's validation."""
 
@@ -214,8 +217,8 @@ BASE = "Base program full valset score"
 class IterationLog:
     """gepa's logger protocol for iterations that overlap: the lines of each are logged together, when it has ended.
 
-    Whole prompts go to the level DEBUG, since beside a bar they hide all else. Iterations that have ended before the
-    seed is validated wait for its line, as in gepa, where it is the first. Runs in the pool's writer.
+    Whole prompts, and scores of every example, go to the level DEBUG, since they hide all else. Iterations that have
+    ended before the seed is validated wait for its line, as in gepa, where it is the first. Runs in the pool's writer.
     """
 
     def __init__(self) -> None:
@@ -249,7 +252,7 @@ class IterationLog:
         """Log the lines of all iterations that have ended."""
         for iteration in self._ended:
             for line in self._lines.pop(iteration, []):
-                gepa_logger.log(logging.DEBUG if _PROMPT in line else logging.INFO, line)
+                gepa_logger.log(logging.DEBUG if _LONG.search(line) else logging.INFO, line)
         self._ended.clear()
 
 

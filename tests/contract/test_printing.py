@@ -41,15 +41,17 @@ def shown() -> Any:
     loggers[0].setLevel(logging.ERROR)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("compile_ours", [compiled, simulated], ids=["in real time", "in virtual time"])
 def test_at_equal_metric_calls_a_run_prints_no_more_than_dspy_gepa(
-    shown: Shown, capsys: pytest.CaptureFixture[str]
+    shown: Shown, capsys: pytest.CaptureFixture[str], compile_ours: Any, seed: int
 ) -> None:
     with dspy.context(lm=task_lm()):
-        theirs = dspy.GEPA(digits, max_metric_calls=90, num_threads=4, reflection_lm=reflection_lm())
+        theirs = dspy.GEPA(digits, max_metric_calls=90, num_threads=4, reflection_lm=reflection_lm(), seed=seed)
         theirs.compile(Chain(), trainset=TRAIN, valset=VAL)
         printed, lines = capsys.readouterr(), shown.lines
         shown.lines = []
-        simulated(90)
+        compile_ours(90, seed=seed)
     ours = capsys.readouterr()
     assert ours.out == ""
     assert len(ours.out + ours.err) < len(printed.out + printed.err)
@@ -125,7 +127,8 @@ def test_every_iteration_that_ran_its_parent_logs_which_it_was() -> None:
 def test_lines_of_iterations_with_their_prompts_are_shown_where_they_are_asked_for_and_in_lockstep(
     shown: Shown, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whole prompts, of steps that overlap, are of no use beside a bar, and fill notebooks."""
+    """Whole prompts, and scores of every example, of steps that overlap, are of no use beside a bar, and fill
+    notebooks."""
 
     def prompts(**options: Any) -> int:
         shown.lines.clear()
