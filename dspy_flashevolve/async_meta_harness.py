@@ -53,10 +53,11 @@ class AsyncMetaHarness(Teleprompter):
     """Meta-Harness on an asynchronous engine: a search for a better implementation of a program, as source code.
 
     A candidate is the source of one ``dspy.Module`` subclass, with memory in JSON. Proposers are agents that read the
-    archive of earlier candidates (sources, scores, traces) with tools, and write k new ones at a time, each proposer in
-    a direction of its own. A candidate is checked (parsed, and run on three training examples). It learns from the
-    training set where it has ``learn(batch)``. Then it is evaluated on the whole validation set and admitted to the
-    archive. Candidate code never runs in this process; docs/meta-harness.md says what its sandbox protects from.
+    archive of earlier candidates (sources, scores, traces) with tools, run drafts in the sandbox on training examples,
+    and submit k new ones at a time, each proposer in a direction of its own. A candidate is checked (parsed, and run on
+    three training examples). It learns from the training set where it has ``learn(batch)``. Then it is evaluated on the
+    whole validation set and admitted to the archive. Candidate code never runs in this process; docs/meta-harness.md
+    says what its sandbox protects from.
 
     Source: Meta-Harness (arXiv 2603.28052), where one agent writes at a time; asynchronous stages after FlashEvolve
     (arXiv 2605.08520).
@@ -80,7 +81,12 @@ class AsyncMetaHarness(Teleprompter):
         staleness: what happens to a proposal that was written while others were admitted: "full" (default) evaluates it
             as it is; "reflective" first asks the proposer LM whether it should take something over; or a policy.
         directions: what proposers look into, in turn.
-        proposer_steps: most tool calls of an agent for one proposal. Default 8.
+        proposer: a function from a list of tools, coroutine functions that return text, to the ``dspy.Module`` that
+            makes one proposal: it is called with the inputs of ``ProposeHarness`` and returns ``modules``. It keeps the
+            tools in its attribute ``tools``, as ``dspy.ReAct`` does. Default None: a ``dspy.ReAct``.
+        proposer_steps: most tool calls of the default agent for one proposal. Default 12.
+        proposer_runs: most runs of drafts on a training example, for one proposal. Default 6.
+        proposer_tokens: after so many tokens of one proposal its tools only ask it to finish. Default None: no limit.
         learn_batch: training examples in a batch of ``learn``. Default 16.
         failure_score: score of an example on which a candidate or the metric raises. Default 0.0.
         max_seconds: no proposal starts after this many seconds. Default None: no limit.
@@ -117,7 +123,10 @@ class AsyncMetaHarness(Teleprompter):
         schedule: Schedule = "async",
         staleness: str | StalenessPolicy = "full",
         directions: Sequence[str] = DIRECTIONS,
-        proposer_steps: int = 8,
+        proposer: Callable[[list[Any]], dspy.Module] | None = None,
+        proposer_steps: int = 12,
+        proposer_runs: int = 6,
+        proposer_tokens: int | None = None,
         learn_batch: int = 16,
         failure_score: float = 0.0,
         max_seconds: float | None = None,
@@ -131,6 +140,7 @@ class AsyncMetaHarness(Teleprompter):
             raise ConfigurationError(f"metric is {metric!r} and cost is {cost!r}, expected functions.")
         self.metric, self.proposer_lm, self.cost = metric, proposer_lm, cost
         self.iterations, self.k, self.proposers, self.proposer_steps = iterations, k, proposers, proposer_steps
+        self.proposer, self.proposer_runs, self.proposer_tokens = proposer, proposer_runs, proposer_tokens
         self.limits, self.directions, self.staleness = limits or Limits(), directions, policy_named(staleness)
         self.learn_batch, self.failure_score = learn_batch, failure_score
         self.log_dir = None if log_dir is None else Path(log_dir)
@@ -139,8 +149,11 @@ class AsyncMetaHarness(Teleprompter):
         self.num_threads, self.max_seconds, self.seed, self.sandbox = num_threads, max_seconds, seed, sandbox
         self.max_outage_seconds = max_outage_seconds
         check_counts(
-            iterations=iterations, k=k, proposers=proposers, proposer_steps=proposer_steps, learn_batch=learn_batch
-        )
+            iterations=iterations, k=k, proposers=proposers, proposer_steps=proposer_steps, learn_batch=learn_batch,
+            proposer_runs=proposer_runs, proposer_tokens=proposer_tokens,
+        )  # fmt: skip
+        if proposer is not None and not callable(proposer):
+            raise ConfigurationError(f"proposer is {proposer!r:.80}, expected a function from tools to a dspy.Module.")
         self._run_settings()
         Directions(directions)
         if isinstance(sandbox, str) and sandbox != "process":

@@ -25,7 +25,7 @@ Cost = Callable[[Outcome], float]
 PAGE_CHARACTERS = 6000
 """Characters of a file that one tool call returns, some 1,500 tokens.
 
-All pages that an agent reads stay in its prompt: with the default ``proposer_steps`` of 8, up to some 12,000 tokens.
+All pages that an agent reads stay in its prompt: with the default ``proposer_steps`` of 12, up to some 18,000 tokens.
 """
 MESSAGE_CHARACTERS = PAGE_CHARACTERS // 2
 """Most characters of one LM message in a trace; the rest is cut off, so that a page has room for a call with its reply.
@@ -214,7 +214,7 @@ def _files_of(home: str, candidate: Checked) -> dict[str, str]:
         f"based on: {', '.join(map(str, draft.parents)) or 'nothing'}",
     ]
     files = {f"{home}/source.py": draft.source}
-    files |= {f"{home}/traces/{number}.txt": _trace(trial) for number, trial in enumerate(candidate.traces)}
+    files |= {f"{home}/traces/{number}.txt": trace_text(trial) for number, trial in enumerate(candidate.traces)}
     if isinstance(candidate, Failed):
         about.append(f"failed: {_one_line(candidate.failure)}")
     else:
@@ -229,7 +229,7 @@ def _files_of(home: str, candidate: Checked) -> dict[str, str]:
     return files | {f"{home}/about.txt": "\n".join(about)}
 
 
-def _trace(trial: Trial) -> str:
+def trace_text(trial: Trial) -> str:
     parts = [f"example: {trial.example}", f"inputs: {json.dumps(trial.inputs)}", f"labels: {json.dumps(trial.labels)}"]
     for number, call in enumerate(trial.outcome.calls):
         parts += [f"LM call {number}, {call.prompt_tokens} prompt tokens:", _cut(json.dumps(call.messages, indent=1))]
@@ -251,19 +251,26 @@ def _cut(text: str) -> str:
     return text if len(text) <= MESSAGE_CHARACTERS else text[: MESSAGE_CHARACTERS - 4] + " ..."
 
 
-def tools_of(archive: Archive) -> list[Callable[..., str]]:
-    """Return the tools of a proposer. They work in any thread, and return text where they are misused."""
+def tools_of(archive: Archive, drafts: Mapping[str, str] | None = None) -> list[Callable[..., str]]:
+    """Return the tools by which a proposer reads. They work in any thread, and return text where they are misused.
+
+    Args:
+        drafts: path -> text of further files, which may change meanwhile.
+    """
+
+    def files() -> Mapping[str, str]:
+        return {**archive.files, **drafts} if drafts else archive.files
 
     def list_files(folder: str = "") -> str:
         """List the archive's files under a folder, such as "candidates/0003"; all of them without one."""
         prefix = str(folder).strip("/")
-        paths = [path for path in sorted(archive.files) if path.startswith(prefix)]
+        paths = [path for path in sorted(files()) if path.startswith(prefix)]
         more = f"\n... and {len(paths) - MOST_LINES} more: name a folder" if len(paths) > MOST_LINES else ""
         return "\n".join(paths[:MOST_LINES]) + more or f"There is no file under {prefix!r}."
 
     def read_file(path: str, page: int = 1) -> str:
         """Read a file of the archive, such as "candidates/0003/source.py"; long ones by page, from 1."""
-        text = archive.files.get(str(path).strip("/"))
+        text = files().get(str(path).strip("/"))
         if text is None:
             return f"There is no file {path!r}; list_files tells which there are."
         pages = max(1, -(-len(text) // PAGE_CHARACTERS))
@@ -276,9 +283,9 @@ def tools_of(archive: Archive) -> list[Callable[..., str]]:
         wanted, prefix = str(text).lower(), str(folder).strip("/")
         hits = [
             f"{path}:{number}: {line.strip()[:300]}"
-            for path in sorted(archive.files)
+            for path, content in sorted(files().items())
             if path.startswith(prefix)
-            for number, line in enumerate(archive.files[path].splitlines(), start=1)
+            for number, line in enumerate(content.splitlines(), start=1)
             if wanted and wanted in line.lower()
         ]
         more = f"\n... and {len(hits) - MOST_LINES} more" if len(hits) > MOST_LINES else ""

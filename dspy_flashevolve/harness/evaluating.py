@@ -204,6 +204,16 @@ class Evaluations:
             return Failed(draft, (grave or failures)[0], tuple(traces))
         return Evaluated(draft, (), (), traces=tuple(traces))
 
+    async def rehearse(self, draft: Draft, number: int) -> Trial:
+        """Run a draft of a proposer on a smoke example, in the slot of the proposer, which waits for it.
+
+        Raises:
+            RolloutUnresolvedError: the sandbox failed, not the draft.
+            TransientError: the provider asks to come back later.
+            RunAbortedError: the provider refuses for good.
+        """
+        return (await self._predict(draft, "train", number, None)).trajectory
+
     async def evaluate(self, step: Step, candidate: Checked) -> Checked:
         """Let a candidate that passed its check learn, if it can, and run it on the whole validation set."""
         if isinstance(candidate, Failed):

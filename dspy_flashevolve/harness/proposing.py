@@ -1,16 +1,28 @@
-"""Proposals: the directions of proposers, what they are asked, and the agent that reads the archive and writes."""
+"""Proposals: the directions of proposers, what they are asked, and the agent that reads, writes and runs drafts."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
 import dspy
 
-from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.harness.archive import IMPORTABLE, Archive, tools_of
+from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
+from dspy_flashevolve.harness.archive import (
+    IMPORTABLE,
+    MOST_CHARACTERS,
+    PAGE_CHARACTERS,
+    Archive,
+    Draft,
+    DraftError,
+    Trial,
+    draft_of,
+    tools_of,
+    trace_text,
+)  # fmt: skip
 from dspy_flashevolve.sandbox.contract import Limits
 
 DIRECTIONS = (
@@ -79,7 +91,8 @@ class Directions:
 class ProposeHarness(dspy.Signature):
     """Write new versions of a program (a "harness": the code around a language model) that score higher, or score as
     high with fewer prompt tokens. Read the archive first: the sources, scores and traces of earlier candidates, with
-    the feedback on their answers. Say in a hypothesis why yours will be better, and test one idea a module."""
+    the feedback on their answers. Write a draft, run it on training examples, and mend it before you submit it. Say in
+    a hypothesis why yours will be better, and test one idea a module."""
 
     task: str = dspy.InputField(desc="what the program is for: its inputs and outputs")
     interface: str = dspy.InputField(desc="how a module must look")
@@ -87,7 +100,9 @@ class ProposeHarness(dspy.Signature):
     direction: str = dspy.InputField(desc="what to look into; it is reserved for you")
     taken: str = dspy.InputField(desc="what others are looking into at this moment: leave it to them")
     count: int = dspy.InputField(desc="how many modules to write")
-    modules: str = dspy.OutputField(desc="the modules, each in a Python code block of its own")
+    modules: str = dspy.OutputField(
+        desc="for each module a line `draft: NAME`, which submits that draft, or a Python code block of its own"
+    )
 
 
 class ReviseHarness(dspy.Signature):
@@ -107,17 +122,127 @@ def interface_for(limits: Limits) -> str:
     return INTERFACE.format(imports=imports, megabytes=limits.memory_bytes >> 20, **asdict(limits))
 
 
-def proposer_of(archive: Archive, max_steps: int, on_loop: bool) -> dspy.Module:
-    """Return the agent that reads the archive and writes modules.
+class Drafts:
+    """The drafts of one proposal: its proposer writes, edits and runs them before it submits.
+
+    They are texts by name, never files. They run in the sandbox, as candidates do.
 
     Args:
-        max_steps: most tool calls of the agent.
-        on_loop: whether the agent is awaited on the event loop; its tools are coroutine functions then.
+        inputs: names of the program's input fields.
+        run: runs a draft on a training example of this number.
+        examples: how many training examples there are to run on.
+        max_runs: most runs of all drafts together.
+        is_spent: tells whether the proposal has used its tokens up.
     """
-    tools = tools_of(archive)
-    if not on_loop:
-        return dspy.ReAct(ProposeHarness, tools=list(tools), max_iters=max_steps)
-    agent: Any = dspy.ReAct(ProposeHarness, tools=[_awaitable(tool) for tool in tools], max_iters=max_steps)
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        run: Callable[[Draft, int], Awaitable[Trial]],
+        examples: int,
+        max_runs: int,
+        is_spent: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.files: dict[str, str] = {}
+        """Path -> source, as `tools_of` reads them."""
+        self._inputs, self._run, self._examples, self._left = list(inputs), run, examples, max_runs
+        self._is_spent = is_spent
+
+    def tools(self, archive: Archive) -> list[Callable[..., Awaitable[str]]]:
+        """Return the proposer's tools, coroutine functions that return text where they are misused."""
+        reading = [_awaitable(tool) for tool in tools_of(archive, self.files)]
+        return [self._limited(tool) for tool in (*reading, self.write_draft, self.edit_draft, self.run_draft)]
+
+    def _limited(self, tool: Callable[..., Awaitable[str]]) -> Callable[..., Awaitable[str]]:
+        @functools.wraps(tool)
+        async def limited(*args: Any, **kwargs: Any) -> str:
+            if self._is_spent():
+                return "The tokens of this proposal are spent: finish, and submit what you have."
+            return await tool(*args, **kwargs)
+
+        return limited
+
+    async def write_draft(self, name: str, source: str) -> str:
+        """Write a module as a draft, the whole source; a draft of that name is replaced. Says whether it can be run."""
+        if not re.fullmatch(r"\w{1,40}", str(name)):
+            return f"The name {str(name)[:60]!r} is no name of a draft: up to 40 letters, digits and underscores."
+        if len(self.files) >= MOST_DRAFTS and _path(name) not in self.files:
+            return f"There are {MOST_DRAFTS} drafts: write over one of them."
+        if not isinstance(source, str) or len(source) > MOST_CHARACTERS:  # pyright: ignore[reportUnnecessaryIsInstance]
+            return f"The source must be a text of at most {MOST_CHARACTERS} characters."
+        self.files[_path(name)] = source
+        return self._state(name)
+
+    async def edit_draft(self, name: str, old: str, new: str) -> str:
+        """Replace a text of a draft, which must occur in it exactly once, by another."""
+        source = self.files.get(_path(name))
+        if source is None:
+            return self._unknown(name)
+        if not isinstance(old, str) or not isinstance(new, str) or not old:  # pyright: ignore[reportUnnecessaryIsInstance]
+            return "old and new must be texts, and old not an empty one."
+        if (count := source.count(old)) != 1:
+            return f"The text to be replaced occurs {count} times in {str(name)!r}, expected once: name more of it."
+        return await self.write_draft(name, source.replace(old, new))
+
+    async def run_draft(self, name: str, example: int) -> str:
+        """Run a draft on a training example, by its number from 0. Returns its LM calls, what it printed, prediction,
+        score and feedback."""
+        source = self.files.get(_path(name))
+        if source is None:
+            return self._unknown(name)
+        if not isinstance(example, int) or not 0 <= example < self._examples:  # pyright: ignore[reportUnnecessaryIsInstance]
+            return f"There is no example {str(example)[:60]!r}: they are 0 to {self._examples - 1}."
+        try:
+            draft = draft_of(source, self._inputs)
+        except DraftError as error:
+            return f"It cannot be run: {error}."
+        if self._left < 1:
+            return "All runs of this proposal are used up: finish, and submit what you have."
+        self._left -= 1
+        try:
+            trial = await self._run(draft, example)
+        except FlashEvolveError as error:
+            return f"It was not run ({type(error).__name__}), which says nothing about the draft."
+        return f"{trace_text(trial)[-PAGE_CHARACTERS:]}\n({self._left} runs left)"
+
+    def submitted(self, reply: str) -> str:
+        """Return a reply's modules as code blocks: its own, and the drafts that its lines `draft: NAME` name."""
+
+        def block(match: re.Match[str]) -> str:
+            source = self.files.get(_path(match[1]))
+            return match[0] if source is None else f"```python\n{source}\n```"
+
+        return _SUBMITTED.sub(block, reply)
+
+    def _state(self, name: str) -> str:
+        try:
+            draft_of(self.files[_path(name)], self._inputs)
+        except DraftError as error:
+            return f"Written as {_path(name)}, but it cannot be run: {error}."
+        return f"Written as {_path(name)}; it can be run."
+
+    def _unknown(self, name: object) -> str:
+        names = ", ".join(sorted(path[len("drafts/") : -len(".py")] for path in self.files)) or "none yet"
+        return f"There is no draft {str(name)[:60]!r}; there are: {names}."
+
+
+MOST_DRAFTS = 16
+"""Drafts that one proposal may keep at a time: twice the modules that most proposals write."""
+_SUBMITTED = re.compile(r"^[ \t>*`-]*draft:[ \t]*`?(\w{1,40})`?[ \t]*$", re.MULTILINE | re.IGNORECASE)
+
+
+def _path(name: object) -> str:
+    return f"drafts/{name}.py"
+
+
+def agent_of(tools: Sequence[Callable[..., Awaitable[str]]], max_steps: int) -> dspy.Module:
+    """Return the agent that reads the archive, writes drafts and runs them.
+
+    Args:
+        tools: coroutine functions.
+        max_steps: most tool calls of the agent.
+    """
+    agent: Any = dspy.ReAct(ProposeHarness, tools=list(tools), max_iters=max_steps)
     agent.tools["finish"] = dspy.Tool(_finish, name="finish", desc=agent.tools["finish"].desc, args={})
     return agent
 

@@ -19,18 +19,31 @@ import anyio
 import dspy
 
 from dspy_flashevolve.engine.batches import gather
-from dspy_flashevolve.engine.errors import DataError, RolloutUnresolvedError, RunAbortedError, attach_best_program
+from dspy_flashevolve.engine.errors import (
+    ConfigurationError,
+    DataError,
+    RolloutUnresolvedError,
+    RunAbortedError,
+    attach_best_program,
+)  # fmt: skip
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step, StepEnded
 from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in
 from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
-from dspy_flashevolve.harness.proposing import Directions, ReviseHarness, admitted_since, interface_for, proposer_of
+from dspy_flashevolve.harness.proposing import (
+    Directions,
+    Drafts,
+    ReviseHarness,
+    admitted_since,
+    agent_of,
+    interface_for,
+)  # fmt: skip
 from dspy_flashevolve.harness.settings import HarnessSettings
-from dspy_flashevolve.programs.placement import answers_asynchronously
 from dspy_flashevolve.programs.records import ModuleReply, ReplyText
 from dspy_flashevolve.programs.run import DspyRun
+from dspy_flashevolve.programs.usage import COUNTED_BY, tokens_of
 from dspy_flashevolve.sandbox.contract import CodeSandbox
 
 logger = logging.getLogger(__name__)
@@ -76,6 +89,7 @@ class HarnessRun:
         self._resumed: set[tuple[int, int]] = set()
         """(step, position in its proposal) of the candidates that were in the journal."""
         self._warned: set[str] = set()
+        self._agent(self._drafts())  # before anything is asked
 
     async def search(self) -> None:
         """Search until all iterations are done or the run is stopped.
@@ -134,12 +148,11 @@ class HarnessRun:
 
     async def propose(self, step: Step, direction: str) -> tuple[list[Draft], int]:
         """Let an agent read the archive and write drafts; return them with the archive's version at their arrival."""
-        settings, archive = self.settings, self.archive
-        on_loop = answers_asynchronously(settings.proposer_lm or self.run.dspy_settings.get("lm"))
+        settings, archive, drafts_written = self.settings, self.archive, self._drafts()
         asked = await self._ask(
             "propose",
             step,
-            proposer_of(archive, settings.proposer_steps, on_loop),
+            self._agent(drafts_written),
             {
                 "task": self.task.description,
                 "interface": interface_for(settings.limits),
@@ -148,7 +161,7 @@ class HarnessRun:
                 "taken": self._reserved(step.number),
                 "count": settings.k,
             },
-            lambda reply: (str(reply.modules), archive.version),
+            lambda reply: (drafts_written.submitted(str(reply.modules)), archive.version),
         )
         if asked.answer is None:
             raise StepEnded(EndKind.REJECTED, f"the proposer failed: {_error_text(asked.error)}")
@@ -159,6 +172,30 @@ class HarnessRun:
             raise StepEnded(EndKind.REJECTED, f"the proposer wrote no module: {reason}")
         self._being_evaluated[step.number] = drafts
         return drafts, version
+
+    def _drafts(self) -> Drafts:
+        most = self.settings.proposer_tokens
+
+        def is_spent() -> bool:
+            used = dspy.settings.get(COUNTED_BY)
+            return most is not None and used is not None and tokens_of(used) >= most
+
+        examples, runs = len(self.task.smoke_examples), self.settings.proposer_runs
+        return Drafts(self.task.inputs, self._evaluations.rehearse, examples, runs, is_spent)
+
+    def _agent(self, drafts: Drafts) -> dspy.Module:
+        """Return the agent of one proposal.
+
+        Raises:
+            ConfigurationError: the user's ``proposer`` made no module.
+        """
+        tools = drafts.tools(self.archive)
+        if self.settings.proposer is None:
+            return agent_of(tools, self.settings.proposer_steps)
+        agent = self.settings.proposer(tools)
+        if not isinstance(agent, dspy.Module):
+            raise ConfigurationError(f"proposer(tools) returned {agent!r:.80}, expected a dspy.Module.")
+        return agent
 
     async def patch(self, step: Step, drafts: list[Draft], version: int) -> list[Draft]:
         """Ask for each stale draft whether it should take something over from candidates admitted meanwhile."""

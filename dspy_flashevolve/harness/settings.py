@@ -21,7 +21,10 @@ class HarnessSettings:
     iterations: int
     k: int
     proposers: int
+    proposer: Callable[..., Any] | None
     proposer_steps: int
+    proposer_runs: int
+    proposer_tokens: int | None
     directions: tuple[str, ...]
     staleness: StalenessPolicy
     cost: Cost

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -398,3 +400,172 @@ def test_ctrl_c_ends_a_search_with_the_best_candidate_so_far_and_leaves_no_threa
     assert sum(stats.ended.values()) == steps_of(stats)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert left_threads() == []
+
+
+# Proposers that run their drafts.
+
+BROKEN = """# name: looks up
+# hypothesis: a draft that is run first
+class Answerer(dspy.Module):
+    def __init__(self):
+        super().__init__()
+        self.predict = dspy.Predikt("question -> answer")
+
+    def forward(self, question):
+        print("it was asked")
+        return dspy.Prediction(answer=self.predict(question=question).answer)
+"""
+
+
+def calls_of(*calls: tuple[str, dict[str, Any]], modules: str) -> Callable[[str], str]:
+    """The replies of an agent that makes these tool calls in turn, and then submits these modules."""
+
+    def reply(prompt: str) -> str:
+        fields = {"reasoning": "-", "modules": modules}
+        if "`next_tool_name`" in prompt or "`[[ ## next_tool_name ## ]]`" in prompt:
+            done = len(set(re.findall(r"\[\[ ## tool_name_(\d+) ## \]\]", prompt)))
+            name, given = calls[done] if done < len(calls) else ("finish", {})
+            fields = {"next_thought": "-", "next_tool_name": name, "next_tool_args": json.dumps(given)}
+        return "\n\n".join([f"[[ ## {name} ## ]]\n{text}" for name, text in fields.items()])
+
+    return reply
+
+
+MENDING = (
+    ("write_draft", {"name": "mine", "source": BROKEN}),
+    ("run_draft", {"name": "mine", "example": 0}),
+    ("edit_draft", {"name": "mine", "old": "Predikt", "new": "Predict"}),
+    ("run_draft", {"name": "mine", "example": 1}),
+)
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["on the loop", "in a thread"])
+def test_a_proposer_runs_its_draft_sees_the_error_mends_it_and_submits_it(in_thread: bool) -> None:
+    prompts, sandbox = list[str](), Watched()
+    made = calls_of(*MENDING, modules="draft: mine")
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return made(prompt)
+
+    lm = fake_lm(reply, asynchronous=not in_thread)
+    found = search(sandbox, proposer_lm=lm, iterations=1, k=1).detailed_results
+    assert [candidate.draft.name for candidate in found.candidates[1:]] == ["looks up"]
+    assert found.candidates[1].draft.source.strip() == BROKEN.replace("Predikt", "Predict").strip()
+    assert "no attribute 'Predikt'" in prompts[-1]
+    assert re.search(r"score: [\d.]+", prompts[-1])
+    drafts = [job for job in sandbox.jobs if "Predikt" in job.source]
+    assert len(drafts) == 1
+    assert {str(job.inputs) for job in drafts} <= {str(dict(row.inputs())) for row in TASK.trainset(6)}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
+def test_with_the_real_sandbox_a_draft_runs_prints_and_a_hostile_one_is_told_why_it_failed() -> None:
+    prompts = list[str]()
+    calls = (
+        ("write_draft", {"name": "mine", "source": BROKEN.replace("Predikt", "Predict")}),
+        ("run_draft", {"name": "mine", "example": 0}),
+        ("write_draft", {"name": "bad", "source": HOSTILE}),
+        ("run_draft", {"name": "bad", "example": 1}),
+    )
+    made = calls_of(*calls, modules="draft: mine")
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return made(prompt) if "archive_overview" in prompt else reply_for(prompt, answer="A")
+
+    rows = [dspy.Example(question=f"{word} row", answer=word.upper()).with_inputs("question") for word in "abcd"]
+    optimizer = AsyncMetaHarness(
+        lambda gold, pred, trace=None: float(gold.answer == pred.answer), proposer_lm=fake_lm(reply), iterations=1, k=1,
+        num_threads=1, limits=Limits(seconds=60.0, cpu_seconds=4), accept_missing_protection=LAYERS,
+    )  # fmt: skip
+    with dspy.context(lm=fake_lm(reply)):
+        found = optimizer.compile(dspy.Predict("question -> answer"), trainset=rows[:2], valset=rows[2:])
+    seen = [prompt for prompt in prompts if "archive_overview" in prompt][-1]
+    assert "printed:\nit was asked" in seen
+    assert re.search(r"failed: (cpu|time): ", seen)
+    assert found.detailed_results.candidates[1].draft.name == "looks up"
+
+
+def test_drafts_are_run_so_often_and_no_more_and_tools_say_so() -> None:
+    prompts, sandbox = list[str](), Watched()
+    made = calls_of(MENDING[0], *[MENDING[1]] * 6, modules="draft: mine")
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return made(prompt)
+
+    search(sandbox, proposer_lm=fake_lm(reply), iterations=1, k=1, proposer_runs=2)
+    asked = [job for job in sandbox.jobs if "Predikt" in job.source]
+    assert len(asked) == 2 + 3, "two runs of the draft, and the check"
+    assert "All runs of this proposal are used up" in prompts[-1]
+
+
+def test_once_its_tokens_are_spent_a_proposer_is_only_asked_to_finish() -> None:
+    prompts, sandbox = list[str](), Watched()
+    made = calls_of(*MENDING, modules="draft: mine")
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return made(prompt)
+
+    found = search(sandbox, proposer_lm=fake_lm(reply), iterations=1, k=1, proposer_tokens=1).detailed_results
+    assert prompts[-1].count("The tokens of this proposal are spent") == len(MENDING)
+    assert len(found.candidates) == 1
+
+
+class OwnAgent(dspy.Module):
+    """An agent of a user's own: no LM, one draft, which is run before it is submitted."""
+
+    def __init__(self, tools: list[Any]) -> None:
+        super().__init__()
+        self.named = {tool.__name__: tool for tool in tools}
+
+    async def aforward(self, **inputs: Any) -> dspy.Prediction:
+        await self.named["write_draft"](name="own", source=BROKEN.replace("Predikt", "Predict"))
+        self.seen = await self.named["run_draft"](name="own", example=0)
+        assert "score: " in self.seen
+        assert "question" in inputs["task"]
+        return dspy.Prediction(modules="- draft: own")
+
+
+def test_an_agent_of_the_users_own_takes_the_proposers_place(tmp_path: Path) -> None:
+    found = search(proposer=OwnAgent, iterations=1, k=1, log_dir=tmp_path).detailed_results
+    assert [candidate.draft.name for candidate in found.candidates[1:]] == ["looks up"]
+
+
+def test_a_proposer_that_is_no_module_is_refused_before_anything_is_asked() -> None:
+    sandbox = Watched()
+    with pytest.raises(ConfigurationError, match=r"expected a dspy\.Module"):
+        search(sandbox, proposer=lambda tools: "agent")
+    with pytest.raises(ConfigurationError, match="expected a function"):
+        search(sandbox, proposer="agent")
+    assert not sandbox.jobs
+
+
+def test_a_providers_fault_in_the_run_of_a_draft_is_told_and_is_no_score() -> None:
+    prompts = list[str]()
+    made = calls_of(MENDING[0], MENDING[2], *[MENDING[3]] * 2, modules="draft: mine")
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return made(prompt)
+
+    class Limited(Watched):
+        async def run(self, job: Any, call_lm: Any) -> Any:
+            if "self.predict(question=question)" in job.source and not any(
+                "self.predict(question=question)" in each.source for each in self.jobs
+            ):
+                self.jobs.append(job)
+
+                async def limited(request: Any) -> Any:
+                    from dspy_flashevolve.engine.errors import TransientError
+
+                    raise TransientError("slow down")
+
+                call_lm = limited
+            return await super().run(job, call_lm)
+
+    found = search(Limited(), proposer_lm=fake_lm(reply), iterations=1, k=1).detailed_results
+    assert "It was not run (TransientError)" in prompts[-1]
+    assert len(found.candidates) == 2

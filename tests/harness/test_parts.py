@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from dspy_flashevolve.harness.archive import (
     tools_of,
 )
 from dspy_flashevolve.harness.program import typed_fields
-from dspy_flashevolve.harness.proposing import Directions
+from dspy_flashevolve.harness.proposing import Directions, Drafts
 from dspy_flashevolve.sandbox.contract import HEADER, Failure, LmRecord, Outcome, WireError, decode, encode
 from dspy_flashevolve.sandbox.sandbox import parse_request
 from tests.sandbox.worlds import GOOD
@@ -229,3 +230,40 @@ def test_a_long_file_is_read_by_page() -> None:
 def test_what_comes_back_is_of_the_type_of_the_field_or_a_failure(value: Any) -> None:
     fields, failure = typed_fields({"n": value}, {"n": int})
     assert failure is not None or isinstance(fields["n"], int)
+
+
+ANY = st.one_of(st.none(), st.integers(), st.text(max_size=30), st.lists(st.text(max_size=5), max_size=2), st.floats())
+SOURCES = st.one_of(ANY, st.sampled_from([GOOD, "class X(dspy.Module):\n    pass", "import os\n" + GOOD]))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["write", "edit", "run"]), ANY, SOURCES, SOURCES), max_size=8), st.text())
+def test_no_arguments_make_a_proposers_tools_raise_and_no_draft_runs_that_cannot(calls: list[Any], reply: str) -> None:
+    ran: list[Draft] = []
+
+    async def run(draft: Draft, number: int) -> Trial:
+        ran.append(draft)
+        return Trial(f"train {number}", {}, Outcome({}), 1.0)
+
+    async def main() -> None:
+        drafts = Drafts(["question"], run, 3, 4)
+        tools = {tool.__name__: tool for tool in drafts.tools(archive_of())}
+        for kind, name, first, second in calls:
+            name = name if isinstance(name, str) and name else "a"
+            given = (name, first, second) if kind == "edit" else (name, first)
+            assert isinstance(await tools[f"{kind}_draft"](*given), str)
+        assert isinstance(await tools["read_file"]("drafts/a.py"), str)
+        assert all(path.startswith("drafts/") and path.count("/") == 1 and ".." not in path for path in drafts.files)
+        assert drafts.submitted(reply) == reply or "draft" in reply.lower()
+
+    asyncio.run(main())
+    assert len(ran) <= 4
+    assert all(draft.class_name for draft in ran)
+
+
+def test_a_reply_submits_its_drafts_by_name_beside_modules_of_its_own() -> None:
+    drafts = Drafts(["question"], None, 3, 4)  # type: ignore[arg-type]
+    asyncio.run(drafts.write_draft("a", GOOD))
+    for line in ("draft: a", "- Draft: `a`", "* draft: a "):
+        text = drafts.submitted(f"Two.\n{line}\n```python\nx\n```")
+        assert [block.strip() for block in blocks_in(text)] == [GOOD.strip(), "x"]
+    assert drafts.submitted("draft: b") == "draft: b"
