@@ -27,6 +27,7 @@ from dspy_flashevolve.programs.placement import answers_asynchronously
 from dspy_flashevolve.programs.records import ModuleReply, ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.settings import check_data
+from dspy_flashevolve.programs.usage import COUNTED_BY
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Failure, Job, LmRecord, LmRequest, Outcome, SandboxError
 
 FLEX: Any = dspy.Flex
@@ -212,7 +213,21 @@ class Evaluations:
             TransientError: the provider asks to come back later.
             RunAbortedError: the provider refuses for good.
         """
-        return (await self._predict(draft, "train", number, None)).trajectory
+        trial: Trial = (await self._predict(draft, "train", number, None)).trajectory
+        used = dspy.settings.get(COUNTED_BY)
+        if used is not None:  # the proposer's, which waits: no rollout counts these calls
+            used.add(
+                self._lm.model,
+                [
+                    {
+                        "prompt_tokens": call.prompt_tokens,
+                        "completion_tokens": call.completion_tokens,
+                        "total_tokens": call.prompt_tokens + call.completion_tokens,
+                    }
+                    for call in trial.outcome.calls
+                ],
+            )
+        return trial
 
     async def evaluate(self, step: Step, candidate: Checked) -> Checked:
         """Let a candidate that passed its check learn, if it can, and run it on the whole validation set."""

@@ -532,6 +532,10 @@ class OwnAgent(dspy.Module):
 def test_an_agent_of_the_users_own_takes_the_proposers_place(tmp_path: Path) -> None:
     found = search(proposer=OwnAgent, iterations=1, k=1, log_dir=tmp_path).detailed_results
     assert [candidate.draft.name for candidate in found.candidates[1:]] == ["looks up"]
+    a_run = sum(trace.outcome.tokens for trace in found.candidates[1].traces) / 3
+    assert 0.5 * a_run < found.stats.tokens_by_stage["propose"] < 2 * a_run, (
+        "the run of its draft, and no LM of its own"
+    )
 
 
 def test_a_proposer_that_is_no_module_is_refused_before_anything_is_asked() -> None:

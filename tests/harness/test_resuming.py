@@ -144,7 +144,7 @@ def test_a_proposer_that_was_interrupted_is_asked_again_in_its_direction(tmp_pat
 def test_a_proposal_that_was_there_before_an_interruption_is_patched_as_it_was(tmp_path: Path) -> None:
     """What was admitted meanwhile, in the session before, must not be looked at again."""
     with pytest.raises(RunAbortedError):
-        run(tmp_path, "reflective", 12, is_virtual=True, lm=fake_lm(Ends(answers, 180)))
+        run(tmp_path, "reflective", 12, is_virtual=True, lm=fake_lm(Ends(answers, 235)))
     patches = "SELECT step, position, reply FROM replies WHERE stage = 'patch' ORDER BY id"
     versions = "SELECT step, reply FROM replies WHERE stage = 'propose'"
     before, seen = rows(tmp_path, patches), dict(rows(tmp_path, versions))
