@@ -11,6 +11,7 @@ import importlib.util
 from benchmarks.workloads.definition import Definition, NamedWorkload, Size
 
 MODULES = {
+    "agnews": "benchmarks.workloads.agnews",
     "aime": "benchmarks.workloads.aime",
     "finer": "benchmarks.workloads.finer",
     "formula": "benchmarks.workloads.formula",

@@ -32,6 +32,9 @@ from dspy_flashevolve.sandbox.contract import CodeSandbox, Failure, Job, LmRecor
 
 FLEX: Any = dspy.Flex
 """`dspy.Flex`, typed Any: its decorator hides from type checkers that it is a class."""
+REHEARSED_LESSONS = 8
+"""Examples that a draft learns from when its proposer runs it: half a batch of a search, since they are run one after
+the other while the proposer waits."""
 MESSAGE_CHARACTERS = 1000
 """Most characters of an error that is shown to a candidate or a proposer: the type and the beginning are what helps."""
 
@@ -157,6 +160,17 @@ def texts_of(draft: Draft, memory: Any) -> dict[str, str]:
     return texts if memory is None else {**texts, "memory": hash_of({"memory": json.dumps(memory)})}
 
 
+def _lesson(trial: Trial) -> dict[str, Any]:
+    """Return a run as ``learn`` gets it."""
+    return {
+        "inputs": trial.inputs,
+        "labels": trial.labels,
+        "prediction": trial.outcome.fields,
+        "score": trial.score,
+        "feedback": trial.feedback,
+    }
+
+
 class _Disqualified(Exception):
     """A candidate failed gravely, or could not learn: the rest of its evaluation is skipped."""
 
@@ -208,26 +222,37 @@ class Evaluations:
     async def rehearse(self, draft: Draft, number: int) -> Trial:
         """Run a draft of a proposer on a smoke example, in the slot of the proposer, which waits for it.
 
+        A draft that learns first gets a few other examples, so that its ``learn`` is tried, too.
+
         Raises:
             RolloutUnresolvedError: the sandbox failed, not the draft.
             TransientError: the provider asks to come back later.
             RunAbortedError: the provider refuses for good.
         """
-        trial: Trial = (await self._predict(draft, "train", number, None)).trajectory
+        memory, lessons = None, list[Trial]()
+        if draft.learns:
+            others = [other for other in range(len(self._task.lessons)) if other != number][:REHEARSED_LESSONS]
+            lessons = [(await self._predict(draft, "lesson", other, {})).trajectory for other in others]
+            outcome = await self._run_job(draft, {}, batch=[_lesson(trial) for trial in lessons])
+            if outcome.failure is not None:
+                self._count_for_proposer(lessons)
+                failure = Failure(outcome.failure.reason, f"in learn: {outcome.failure.message}")
+                inputs = as_json(dict(self._splits["train"][0][number].inputs()))
+                return Trial(f"train {number}", inputs, replace(outcome, failure=failure), self._settings.failure_score)
+            memory = outcome.memory
+        trial: Trial = (await self._predict(draft, "train", number, memory)).trajectory
+        self._count_for_proposer([*lessons, trial])
+        return trial
+
+    def _count_for_proposer(self, trials: Iterable[Trial]) -> None:
+        """Count the tokens of a draft's runs with those of its proposer, since no rollout does."""
         used = dspy.settings.get(COUNTED_BY)
-        if used is not None:  # the proposer's, which waits: no rollout counts these calls
+        calls = [call for trial in trials for call in trial.outcome.calls]
+        if used is not None:
             used.add(
                 self._lm.model,
-                [
-                    {
-                        "prompt_tokens": call.prompt_tokens,
-                        "completion_tokens": call.completion_tokens,
-                        "total_tokens": call.prompt_tokens + call.completion_tokens,
-                    }
-                    for call in trial.outcome.calls
-                ],
+                [{"prompt_tokens": call.prompt_tokens, "completion_tokens": call.completion_tokens} for call in calls],
             )
-        return trial
 
     async def evaluate(self, step: Step, candidate: Checked) -> Checked:
         """Let a candidate that passed its check learn, if it can, and run it on the whole validation set."""
@@ -252,16 +277,7 @@ class Evaluations:
         numbers = range(len(self._task.lessons))
         for start in range(0, len(numbers), self._settings.learn_batch):
             batch_numbers = numbers[start : start + self._settings.learn_batch]
-            lessons = [
-                {
-                    "inputs": trial.inputs,
-                    "labels": trial.labels,
-                    "prediction": trial.outcome.fields,
-                    "score": trial.score,
-                    "feedback": trial.feedback,
-                }
-                for trial in await self._trials(step, draft, "lesson", batch_numbers, memory)
-            ]
+            lessons = [_lesson(trial) for trial in await self._trials(step, draft, "lesson", batch_numbers, memory)]
             record = ReplyText(f"learn {batch_numbers} {hash_of(texts_of(draft, memory))}")
             learn = partial(self._learn_batch, draft, memory, lessons)
             asked = await self._run.rollouts.request("evaluate", step, learn, lambda reply: reply.spent, record)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.workloads.definition import Definition, Pools, Size, text_of
 from benchmarks.workloads.registry import workload_named
 from dspy_flashevolve.sim import PROFILES, LengthLaw
-from tests.benchmarks.workloads.samples import NAMES
+from tests.benchmarks.workloads.samples import NAMES, REAL_NAMES
 from tests.fakes import task_lm
 
 QUESTIONS = st.lists(st.integers(0, 40).map(str), max_size=30)
@@ -74,7 +74,7 @@ def test_another_seed_draws_another_order(name: str) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REAL_NAMES)
 def test_the_real_rows_fill_the_usual_size(name: str, real_rows: object) -> None:
     workload = workload_named(name)
     question = next(iter(workload.trainset[0].inputs().keys()))

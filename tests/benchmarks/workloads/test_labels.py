@@ -1,11 +1,11 @@
-"""FiNER's tags and Symptom2Disease's labels."""
+"""FiNER's tags, Symptom2Disease's labels and AGNews' topics."""
 
 from __future__ import annotations
 
 import dspy
 import pytest
 
-from benchmarks.workloads import finer, symptom2disease
+from benchmarks.workloads import agnews, finer, symptom2disease
 
 
 @pytest.mark.parametrize(("text", "score"), [("the Common Cold!", 1), ("dengue", 0), ("common cold or dengue", 0)])
@@ -13,6 +13,19 @@ def test_a_diagnosis_is_one_disease(text: str, score: int) -> None:
     verdict = symptom2disease.metric(dspy.Example(disease="common cold"), dspy.Prediction(disease=text))
     assert verdict.score == score
     assert '"common cold"' in verdict.feedback
+
+
+@pytest.mark.parametrize(
+    ("text", "score"), [("sci/tech.", 1), ("Sci / Tech", 1), ("World", 0), ("World or Sci/Tech", 0), ("", 0)]
+)
+def test_a_piece_of_news_has_one_topic(text: str, score: int) -> None:
+    verdict = agnews.metric(dspy.Example(topic="Sci/Tech"), dspy.Prediction(topic=text))
+    assert verdict.score == score
+    assert '"Sci/Tech"' in verdict.feedback
+
+
+def test_news_of_the_hub_have_the_topic_of_their_number() -> None:
+    assert agnews.from_hub({"text": "q", "label": 3}) == {"question": "q", "answer": "Sci/Tech"}
 
 
 @pytest.mark.parametrize(
