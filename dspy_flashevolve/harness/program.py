@@ -153,8 +153,16 @@ class _Service:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-@lru_cache(maxsize=1)
+_making = threading.Lock()
+
+
 def _service() -> _Service:
+    with _making:  # threads that ask at the same time, as dspy.Evaluate's do, must not make two
+        return _only_service()
+
+
+@lru_cache(maxsize=1)
+def _only_service() -> _Service:
     return _Service()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,29 @@ def test_its_source_runs_elsewhere_and_its_lm_calls_are_made_here() -> None:
         assert Harness("question -> answer")(question="?").answer == "42"
         assert asyncio.run(Harness("question -> answer: int").acall(question="?")).answer == 42
     assert len(lm.history) == 2
+
+
+PARALLEL = """
+import sys
+import dspy
+from dspy_flashevolve import Harness
+from tests.fakes import fake_lm, reply_for
+
+sys.setswitchinterval(1e-5)
+rows = [dspy.Example(question=str(number), answer="42").with_inputs("question") for number in range(32)]
+evaluate = dspy.Evaluate(devset=rows, metric=lambda gold, pred, trace=None: gold.answer == pred.answer, num_threads=16)
+with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="42"))):
+    print("score", evaluate(Harness("question -> answer", accept_missing_protection=LAYERS)).score)
+"""
+"""In a process of its own: only the first calls of a process can meet."""
+
+
+def test_its_first_calls_may_come_from_many_threads_at_once() -> None:
+    layers = ("user", "namespaces", "landlock", "seccomp")
+    for _ in range(3):
+        code = PARALLEL.replace("LAYERS", repr(layers))
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+        assert "score 100.0" in ran.stdout, ran.stderr[-2000:]
 
 
 def test_it_is_saved_loaded_and_copied_with_source_and_memory(tmp_path: Path) -> None:
