@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import harness
+from benchmarks import harness, harness_run
+from benchmarks.workloads import symptom2disease
+from benchmarks.workloads.definition import Size
+from dspy_flashevolve.sim import SimServer
+from tests.benchmarks.workloads.samples import write_samples
 
 SMALL = ["--seeds", "1", "--seconds", "120", "--train", "6", "--val", "4", "--slots", "8", "--rules", "8"]
 
@@ -70,3 +74,24 @@ def test_the_report_compares_each_task_with_its_own_lockstep(rows: list[harness.
     text = harness.report([slow, fast, *other])
     assert "house-rules, async, 2 proposers: 4.50 x lockstep's validated candidates a minute, target 4 x: met" in text
     assert "formula, async, 2 proposers: 3.00 x lockstep's validated candidates a minute, target 4 x: missed" in text
+
+
+def test_a_search_with_real_models_leaves_a_row_with_its_test_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over HTTP, with the real sandbox; the models are simulated."""
+    write_samples(tmp_path / "data")
+    monkeypatch.setenv("FLASHEVOLVE_DATA", str(tmp_path / "data"))
+    out = tmp_path / "rows.jsonl"
+    size = replace(symptom2disease.DEFINITION, size=Size(train=6, val=4, test=3))
+    monkeypatch.setattr(harness_run, "definition_of", lambda *_: size)
+    with SimServer("h100-qwen3-8b", time_scale=100) as server:
+        models = [f"--{kind}-{part}" for kind in ("task", "proposer") for part in ("model", "base")]
+        given = [text for name in models for text in (name, server.api_base if "base" in name else "openai/simulated")]
+        layers = ["--accept-missing", "user", "namespaces", "landlock", "seccomp"]
+        assert harness_run.main(["symptom2disease", *given, "--iterations", "1", "--out", str(out), *layers]) == 0
+    [row] = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert 0 <= row["test"] <= 1
+    assert row["candidates"][0]["source"].startswith("class ")
+    assert row["proposer_requests"] >= 1
+    assert f"test {row['test_before']:.3f} -> {row['test']:.3f}" in capsys.readouterr().out
