@@ -5,12 +5,10 @@ No package of the registries holds its rows, so that they come from the hub, or 
 
 from __future__ import annotations
 
-from typing import Any
-
 import dspy
 
-from benchmarks.workloads.answers import label_in
-from benchmarks.workloads.definition import Definition, Pools, Size, text_of
+from benchmarks.workloads.answers import label_metric
+from benchmarks.workloads.definition import Definition, Pools, Size
 from benchmarks.workloads.rows import Hub, Row, Source, load_rows
 from dspy_flashevolve.sim import LengthLaw
 
@@ -52,16 +50,8 @@ def program() -> dspy.Module:
     return dspy.Predict(Classify)
 
 
-def metric(
-    gold: Any, pred: Any, trace: Any = None, pred_name: str | None = None, pred_trace: Any = None
-) -> dspy.Prediction:
-    """1 for the right topic, else 0; the feedback names it."""
-    text = text_of(pred, "topic")
-    given = label_in(text, TOPICS)
-    if given == gold.topic:
-        return dspy.Prediction(score=1.0, feedback=f'The topic "{given}" is right.')
-    wrong = f'The topic "{given}" is wrong' if given else f'"{text}" does not name exactly one of the topics'
-    return dspy.Prediction(score=0.0, feedback=f'{wrong}: the right one is "{gold.topic}".')
+metric = label_metric("topic", TOPICS)
+"""1 for the right topic, else 0; the feedback names it."""
 
 
 def _pools() -> Pools:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import dspy
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -56,6 +59,29 @@ def label_in(text: str, labels: Iterable[str]) -> str | None:
     named = [label for label, form in spelled.items() if form in _spelled(text)]
     outer = [one for one in named if not any(one != other and spelled[one] in spelled[other] for other in named)]
     return outer[0] if len(outer) == 1 else None
+
+
+def label_metric(field: str, labels: Iterable[str], noun: str | None = None) -> Callable[..., dspy.Prediction]:
+    """A metric with dspy.GEPA's arguments: 1 for the right label, else 0; the feedback names it.
+
+    Args:
+        field: of the example, with the right label, and of the prediction.
+        labels: all there are.
+        noun: what the feedback calls a label; None for the field's name.
+    """
+    known, called = tuple(labels), noun or field
+
+    def metric(
+        gold: Any, pred: Any, trace: Any = None, pred_name: str | None = None, pred_trace: Any = None
+    ) -> dspy.Prediction:
+        text, right = str(getattr(pred, field, "") or ""), gold[field]
+        given = label_in(text, known)
+        if given == right:
+            return dspy.Prediction(score=1.0, feedback=f'The {called} "{given}" is right.')
+        wrong = f'The {called} "{given}" is wrong' if given else f'"{text}" does not name exactly one {called}'
+        return dspy.Prediction(score=0.0, feedback=f'{wrong}: the right one is "{right}".')
+
+    return metric
 
 
 def _spelled(text: str) -> str:

@@ -13,6 +13,7 @@ from benchmarks.workloads.definition import Definition, NamedWorkload, Size
 MODULES = {
     "agnews": "benchmarks.workloads.agnews",
     "aime": "benchmarks.workloads.aime",
+    "debian": "benchmarks.workloads.debian",
     "finer": "benchmarks.workloads.finer",
     "formula": "benchmarks.workloads.formula",
     "hotpotqa": "benchmarks.workloads.hotpotqa",

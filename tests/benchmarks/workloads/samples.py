@@ -9,11 +9,12 @@ from typing import Any
 import dspy
 
 from benchmarks.workloads.agnews import TOPICS
+from benchmarks.workloads.debian import SECTIONS
 from benchmarks.workloads.symptom2disease import DISEASES
 
-NAMES = ("agnews", "aime", "finer", "formula", "hotpotqa", "hover", "symptom2disease")
-REAL_NAMES = NAMES[1:]
-"""Those whose rows a data folder has; AGNews stands on a hub only."""
+NAMES = ("agnews", "debian", "aime", "finer", "formula", "hotpotqa", "hover", "symptom2disease")
+REAL_NAMES = NAMES[2:]
+"""Those whose rows a data folder has. AGNews stands on a hub only, and Debian's packages are a machine's."""
 
 
 def _hop_question(number: int) -> dict[str, Any]:
@@ -54,6 +55,8 @@ def write_samples(folder: Path) -> None:
         _write(folder / f"aime/aime{year}.jsonl", rows)
     for path, count in (("ifeval/input_data", 20), ("ifbench/test", 4)):
         _write(folder / f"{path}.jsonl", [_constrained(f"{path} {number}") for number in range(count)])
+    packages = [{"question": f"Package {n}.", "answer": SECTIONS[n % 4]} for n in range(40)]
+    _write(folder / "debian/packages.jsonl", packages)
     for start, split in ((0, "train"), (11, "val"), (24, "test")):
         numbers = range(start, start + 12)
         formula = [{"context": f"What is {n} / 4?", "target": str(n / 4)} for n in numbers]
@@ -78,6 +81,7 @@ def right_outputs(name: str, example: dspy.Example) -> dict[str, str]:
         return {"hops": "\n".join(f"{title}: holds" for title in example.titles), "verdict": example.label}
     output, field = {
         "agnews": ("topic", "topic"),
+        "debian": ("section", "section"),
         "aime": ("answer", "answer"),
         "formula": ("answer", "target"),
         "finer": ("tags", "target"),
@@ -90,6 +94,7 @@ def wrong_outputs(name: str) -> dict[str, str]:
     """What scores 0 whatever is asked."""
     return {
         "agnews": {"topic": "zzz"},
+        "debian": {"section": "zzz"},
         "hotpotqa": {"first_query": "zzz", "second_query": "zzz", "answer": "zzz"},
         "hover": {"hops": "zzz", "verdict": "zzz"},
         "aime": {"answer": "-1"},

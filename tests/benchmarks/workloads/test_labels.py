@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import dspy
 import pytest
 
-from benchmarks.workloads import agnews, finer, symptom2disease
+from benchmarks.workloads import agnews, debian, finer, symptom2disease
+from benchmarks.workloads.rows import VARIABLE, RowsMissing
 
 
 @pytest.mark.parametrize(("text", "score"), [("the Common Cold!", 1), ("dengue", 0), ("common cold or dengue", 0)])
@@ -22,6 +26,46 @@ def test_a_piece_of_news_has_one_topic(text: str, score: int) -> None:
     verdict = agnews.metric(dspy.Example(topic="Sci/Tech"), dspy.Prediction(topic=text))
     assert verdict.score == score
     assert '"Sci/Tech"' in verdict.feedback
+
+
+PACKAGES = """Package: gnuchess
+Section: games
+Description: Plays a game of chess
+ with more lines, Section: web
+
+Package: gnuchess-data
+Section: games
+Description: Plays a game of chess (data)
+
+Package: bash
+Section: shells
+Description: GNU Bourne Again SHell
+
+Package: broken
+Section: web
+"""
+
+
+def test_packages_of_debian_are_rows_by_their_own_descriptions_and_sections() -> None:
+    assert debian.rows_of(PACKAGES) == [{"question": "Plays a game of chess", "answer": "games"}]
+    assert debian.rows_of("") == []
+
+
+@pytest.mark.skipif(shutil.which("apt-cache") is None, reason="no list of Debian's packages")
+def test_a_machine_with_debian_fills_the_usual_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    if not debian.load():
+        pytest.skip("its lists are empty")
+    drawn = debian.DEFINITION.drawn(debian.DEFINITION.size, 0)
+    assert (len(drawn.trainset), len(drawn.valset), len(drawn.testset)) == (200, 50, 200)
+    assert {row.section for row in drawn.trainset} == set(debian.SECTIONS)
+
+
+def test_without_rows_and_without_apt_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RowsMissing, match="Nor is there apt-cache"):
+        debian.load()
 
 
 def test_news_of_the_hub_have_the_topic_of_their_number() -> None:

@@ -17,7 +17,7 @@ def test_every_workload_is_listed_and_knows_its_name() -> None:
 
 def test_an_unknown_name_gets_the_list() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown workload 'trivia': choose one of agnews, aime, finer, formula, hotpotqa"
+        ValueError, match=r"unknown workload 'trivia': choose one of agnews, aime, debian, finer, formula, hotpotqa"
     ):
         workload_named("trivia")
 
