@@ -563,13 +563,11 @@ def test_a_providers_fault_in_the_run_of_a_draft_is_told_and_is_no_score() -> No
                 self.jobs.append(job)
 
                 async def limited(request: Any) -> Any:
-                    from dspy_flashevolve.engine.errors import TransientError
-
-                    raise TransientError("slow down")
+                    raise RunAbortedError("the key was refused")
 
                 call_lm = limited
             return await super().run(job, call_lm)
 
     found = search(Limited(), proposer_lm=fake_lm(reply), iterations=1, k=1).detailed_results
-    assert "It was not run (TransientError)" in prompts[-1]
+    assert "It was not run (RunAbortedError)" in prompts[-1]
     assert len(found.candidates) == 2
