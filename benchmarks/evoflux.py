@@ -2,7 +2,8 @@
 
 By default the planner is scripted, no language model: it knows each task's workflow and makes errors at known rates
 (wrong tool, missing parameter, wrong reference, wrong order, wrong value). Told of errors, it mends each faulty node
-with a known rate. So the figures say what the search does with such a planner, and nothing of any model.
+with a known rate; ``--planner weak`` makes twice as many, and mends few. So the figures say what the search does with
+such a planner, and nothing of any model.
 ``--planner-model openai/NAME --planner-base URL`` asks a real model instead, eight tasks at a time, in real time.
 
 Every method gets the same totals of tokens and tool calls a task. Once the tokens are spent the planner refuses every
@@ -46,13 +47,30 @@ from dspy_flashevolve.sim.virtual import run
 
 Task = ToolTask | ServerTask
 PLANNER_SECONDS = 4.0
-ERRORS = {"tool": 0.25, "missing": 0.2, "reference": 0.25, "order": 0.15, "value": 0.2}
-"""Kind of error -> its rate a node."""
+
+
+@dataclass(frozen=True)
+class Skill:
+    """How good a scripted planner is.
+
+    Attributes:
+        errors: kind of error -> its rate a node.
+        mends: rate at which a node that the feedback names is written right.
+    """
+
+    errors: Mapping[str, float]
+    mends: float
+
+
+SKILLS = {
+    "scripted": Skill({"tool": 0.25, "missing": 0.2, "reference": 0.25, "order": 0.15, "value": 0.2}, mends=0.6),
+    "weak": Skill({"tool": 0.5, "missing": 0.4, "reference": 0.5, "order": 0.3, "value": 0.4}, mends=0.15),
+}
+"""Scripted planners. The weak one has twice the errors, so that one plan in a hundred runs, which is nearer to the 3 %
+that the paper reports of small models."""
 ANSWER_TOKENS = 2000
 """Tokens that Evoflux leaves for its answer, which costs 500 to 800 here, and for requests that are cancelled when a
 workflow ran, and are paid, too. With 1,000 one answer in ten is refused."""
-MENDS = 0.6
-"""Rate at which a node that the feedback names is written right."""
 MODEL_TOKENS = 700
 """Longest reply of a real model."""
 TASKS_AT_A_TIME = 8
@@ -80,10 +98,11 @@ class ScriptedPlanner:
         seed: of its errors.
         max_tokens: after which it refuses every request.
         seconds: what a request takes.
+        skill: its rates of errors.
     """
 
-    def __init__(self, task: Task, seed: int, max_tokens: int, seconds: float = PLANNER_SECONDS) -> None:
-        self.task, self._rng = task, random.Random(f"{task.name} {seed}")
+    def __init__(self, task: Task, seed: int, max_tokens: int, seconds: float, skill: Skill) -> None:
+        self.task, self._rng, self._skill = task, random.Random(f"{task.name} {seed}"), skill
         self.max_tokens, self._seconds = max_tokens, seconds
         self.lm = dspy.LM("scripted/planner", engine=_NotAwaited(), async_engine=self, cache=False, num_retries=0)
         self.tokens = 0
@@ -119,30 +138,30 @@ class ScriptedPlanner:
         named = set(re.findall(r"^node '(\w+)': DID NOT RUN|check: node '(\w+)'", asked, re.MULTILINE))
         ids = {name for pair in named for name in pair if name}
         return [
-            node if self._rng.random() < MENDS else self._flawed(node)
+            node if self._rng.random() < self._skill.mends else self._flawed(node)
             for node in self.task.nodes
             if node["id"] in ids or not ids
         ]
 
     def _flawed(self, node: dict[str, Any]) -> dict[str, Any]:
         made = json.loads(json.dumps(node))
-        rng, parameters = self._rng, made["parameters"]
+        rng, parameters, rates = self._rng, made["parameters"], self._skill.errors
         references = [name for name, value in parameters.items() if isinstance(value, dict)]
-        if rng.random() < ERRORS["tool"]:
+        if rng.random() < rates["tool"]:
             made["tool"] = rng.choice([f"get_{made['tool']}", made["tool"].split("_")[0], "run_query"])
-        if rng.random() < ERRORS["missing"]:
+        if rng.random() < rates["missing"]:
             parameters.pop(rng.choice(list(parameters)))
         for name in references:
-            if name in parameters and rng.random() < ERRORS["reference"]:
+            if name in parameters and rng.random() < rates["reference"]:
                 source, _, field = parameters[name]["$ref"].partition(".")
                 parameters[name] = {
                     "$ref": rng.choice([f"{source}.result", f"{source}.{field}.value", f"step.{field}"])
                 }
-        if made.get("after") and rng.random() < ERRORS["order"]:
+        if made.get("after") and rng.random() < rates["order"]:
             made["after"] = []
         literal = [name for name, value in parameters.items() if isinstance(value, int)]
         for name in literal:
-            if rng.random() < ERRORS["value"]:
+            if rng.random() < rates["value"]:
                 parameters[name] = str(parameters[name])
         return made
 
@@ -164,7 +183,7 @@ class ScriptedPlanner:
         node = self.task.nodes[done]
         # After an error of its own it mends at the known rate; it names tools of the catalogue only, as ReAct demands.
         fails_before = len(seen) > done
-        made = node if fails_before and self._rng.random() < MENDS else self._flawed(node)
+        made = node if fails_before and self._rng.random() < self._skill.mends else self._flawed(node)
         arguments: dict[str, Any] = {}
         for name, value in made["parameters"].items():
             if isinstance(value, dict):
@@ -229,7 +248,7 @@ class Row:
     """One method on all tasks with one seed.
 
     Attributes:
-        planner: "scripted", or the name of a model.
+        planner: the name of a scripted one in `SKILLS`, or that of a model.
         tools: "memory", or "servers" for MCP servers.
         together: tasks that are asked at a time.
         executed: share of tasks whose workflow ran completely and that were answered ("strict execution").
@@ -274,12 +293,14 @@ class Limits:
 
     Attributes:
         seconds: what a request of the scripted planner takes.
+        skill: its name in `SKILLS`.
         model, base: of a real one.
     """
 
     tokens: int
     calls: int
     seconds: float = PLANNER_SECONDS
+    skill: str = "scripted"
     model: str | None = None
     base: str | None = None
 
@@ -311,7 +332,7 @@ async def solve(task: Task, name: str, program: Evoflux | None, seed: int, limit
         program: the Evoflux of which a copy is asked; None for the other methods.
     """
     if limits.model is None:
-        planner: Planner = ScriptedPlanner(task, seed, limits.tokens, limits.seconds)
+        planner: Planner = ScriptedPlanner(task, seed, limits.tokens, limits.seconds, SKILLS[limits.skill])
     else:
         planner = ModelPlanner(limits.model, limits.base, limits.tokens)
     async with task.opened() as world:
@@ -418,7 +439,7 @@ def row_of(name: str, seed: int, chosen: Sequence[Task], limits: Limits, tools: 
     held_out = [each.reached for task, each in zip(chosen, made, strict=True) if task.is_held_out]
     is_together = name in METHODS and METHODS[name].is_together
     return Row(
-        planner=limits.model or "scripted",
+        planner=limits.model or limits.skill,
         tools=tools,
         method=name,
         seed=seed,
@@ -442,6 +463,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", type=int, default=60, help="the first so many")
     parser.add_argument("--servers", action="store_true", help="tasks over real MCP servers, in real time")
+    parser.add_argument("--planner", choices=list(SKILLS), default="scripted", help="the scripted planner")
     parser.add_argument("--planner-model", help="a real one, by litellm's name; without it the planner is scripted")
     parser.add_argument("--planner-base", help="the address of its server")
     parser.add_argument("--max-tokens", type=int, default=8000, help="a task")
@@ -456,6 +478,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked.max_tokens,
         asked.max_tool_calls,
         0.0 if asked.servers else PLANNER_SECONDS,
+        asked.planner,
         asked.planner_model,
         asked.planner_base,
     )

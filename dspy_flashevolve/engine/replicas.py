@@ -40,6 +40,10 @@ FORGET_ANSWERS = 256
 """Answers after which the least latency is mostly forgotten, since a server may have become slower for good. A round
 number: with half of it a busy phase is sooner taken for the speed of an idle server, with double a lasting change is
 noticed later."""
+RECHECK_LATENCIES = 16.0
+"""A replica that is left idle because it was slow is asked once after this many times its latency, since servers are
+slow while they start. Each time that it is slow again it waits twice as long: an answer in sixteen, and soon far fewer,
+comes late."""
 MAX_UNPROVEN = 8
 """Requests at most that a replica has under way before its first answer. Without this bound 32 of 64 slots wait for a
 slow one; a fast one gives its first answer within seconds."""
@@ -72,6 +76,8 @@ class Replica(Endpoint):
         """Mean number of requests in flight beside these answers."""
         self._least_latency_seconds = math.inf
         """Latency without company, as far as that was observed."""
+        self.recheck_latencies = RECHECK_LATENCIES
+        """Idle time, in its latencies, after which it is asked again though it was slow."""
 
     @property
     def in_flight(self) -> int:
@@ -115,6 +121,17 @@ class Replica(Endpoint):
             return max(assumed, now - oldest)
         share = min(1.0, (self.in_flight + 1) / self._latency_width)
         return max(self._least_latency_seconds, share * self.latency_seconds)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it has been idle for so long that its latency has to be measured anew."""
+        idle_seconds = self.retries.clock() - self.last_answer_seconds
+        return not self.in_flight and idle_seconds > self.recheck_latencies * (self.latency_seconds or math.inf)
+
+    def begin_recheck(self) -> None:
+        """Let the next answer outweigh those before; the next recheck comes later."""
+        self.recheck_latencies *= 2
+        self._answers = 0
 
     # What an endpoint does, for one of several.
 
@@ -295,6 +312,12 @@ class Replicas(Responder):
         if best.is_at_capacity:
             return best
         soon = [replica for replica in ready if expected[replica] <= SLOWER * expected[best]]
+        for replica in ready:
+            if replica in soon:
+                replica.recheck_latencies = RECHECK_LATENCIES
+            elif replica.is_outdated:
+                replica.begin_recheck()
+                return replica
         return _preferred(key, [replica for replica in soon if not replica.is_at_capacity])
 
     def _expected_seconds(self, ready: Sequence[Replica], fastest: float) -> dict[Replica, float]:

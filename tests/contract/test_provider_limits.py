@@ -87,23 +87,29 @@ def test_a_run_goes_on_while_one_of_two_servers_is_gone_and_uses_it_again(caplog
     with server() as one, server() as other:
         lm = BalancedLM("openai/sim", api_base=[one.api_base, other.api_base], api_key="none", cache=False)
         back: list[int] = []
+        has_ended = threading.Event()
+
+        def wait_for(server: SimServer, requests: int) -> None:
+            while server.stats().requests < requests and not has_ended.is_set():
+                time.sleep(0.02)
 
         def restart() -> None:
-            while one.stats().requests < 20:
-                time.sleep(0.02)
+            wait_for(one, 20)
             with one.down():
-                asked = other.stats().requests
-                while other.stats().requests < asked + 60:
-                    time.sleep(0.02)
-            back.append(other.stats().requests)
+                wait_for(other, other.stats().requests + 60)
+            if not has_ended.is_set():
+                back.append(other.stats().requests)
 
         def asked_again(state: Any) -> bool:
             return bool(back) and one.stats().requests > 0
 
         thread = threading.Thread(target=restart)
         thread.start()
-        program = compiled(lm, 3000, num_threads=8, gepa_kwargs={"stop_callbacks": [asked_again]})
-        thread.join()
+        try:
+            program = compiled(lm, 3000, num_threads=8, gepa_kwargs={"stop_callbacks": [asked_again]})
+        finally:
+            has_ended.set()
+            thread.join()
         assert back
         assert one.stats().requests > 0, "asked again after it came back"
     stats = program.async_stats

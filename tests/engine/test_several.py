@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -170,6 +171,31 @@ def test_it_never_costs_more_than_one_of_its_requests(
     async def main() -> None:
         alone, both = await alone_and_both(slots, adaptive, places, requests, times)
         assert both <= alone + SLOWEST_SECONDS
+
+    run(main)
+
+
+def test_one_that_was_slow_while_it_started_gets_its_share_afterwards() -> None:
+    async def main() -> None:
+        bench, servers = Bench(8, None), {"fast": Server(8, 1.0), "slow": Server(8, 20.0)}
+        await batches(bench, servers, BOTH, 8, times=1)
+        servers["slow"] = Server(8, 1.0)
+        await batches(bench, servers, BOTH, 4, times=200)
+        before = servers["slow"].answered
+        await batches(bench, servers, BOTH, 4, times=100)
+        assert 100 <= servers["slow"].answered - before <= 300, "of 400, all slots being free"
+
+    run(main)
+
+
+def test_one_that_stays_slow_is_asked_ever_more_seldom() -> None:
+    async def main() -> None:
+        bench, servers = Bench(8, None), {"fast": Server(8, 1.0), "slow": Server(8, 20.0)}
+        await batches(bench, servers, BOTH, 8, times=1)
+        before = servers["slow"].answered
+        began = now()
+        await batches(bench, servers, BOTH, 4, times=1_000)
+        assert 1 <= servers["slow"].answered - before <= math.log2((now() - began) / 20.0)
 
     run(main)
 
