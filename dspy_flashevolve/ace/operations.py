@@ -262,6 +262,7 @@ class Counts:
     reflections: int = 0
     citations: int = 0
     evicted: int = 0
+    rolled_back: int = 0
     additions: Counter[str] = field(default_factory=Counter[str])
     operations: Counter[str] = field(default_factory=Counter[str])
     tags: Counter[str] = field(default_factory=Counter[str])
@@ -289,6 +290,8 @@ class PlaybookWriter:
     def __init__(self, playbook: Playbook, token_budget: int, count_tokens: CountTokens) -> None:
         self.playbook, self.counts = playbook, Counts()
         self._token_budget, self._count_tokens = token_budget, count_tokens
+        self.rolled_back_version = 0
+        """Version that the last rollback made; 0 before the first."""
         self._changed: dict[str, int] = {}
         """Id of a bullet -> the version that last changed its text, for bullets changed after they were created."""
 
@@ -322,6 +325,21 @@ class PlaybookWriter:
         self.counts.evicted += len(evicted)
         self.note([*draft.problems, *(Problem("over the token budget", bullet_id) for bullet_id in evicted)])
         return applied
+
+    def roll_back(self, playbook: Playbook) -> None:
+        """Go on from an earlier playbook, in a new version, with the counters that its bullets have by now."""
+        newest, version = self.playbook, self.playbook.version + 1
+        kept: list[Bullet] = []
+        for bullet in playbook.bullets:
+            now = newest.get(bullet.id)
+            if now is None or now.content != bullet.content:
+                self._changed[bullet.id] = version
+                kept.append(bullet)
+            else:
+                kept.append(now)
+        self.playbook = replace(newest.replacing(kept), version=version)
+        self.rolled_back_version = version
+        self.counts.rolled_back += 1
 
     def excess(self, playbook: Playbook) -> list[str]:
         """Return the ids of the bullets that the token budget has no room for, first those that are worth least."""
@@ -363,12 +381,14 @@ class PlaybookWriter:
     def to_dict(self) -> dict[str, Any]:
         """Return the state of the writer as plain data, from which `restore` goes on."""
         counts = _COUNTS.dump_python(self.counts)
-        return {"playbook": self.playbook.to_dict(), "changed": dict(self._changed), "counts": counts}
+        made = {"playbook": self.playbook.to_dict(), "changed": dict(self._changed), "counts": counts}
+        return {**made, "rolled_back_version": self.rolled_back_version}
 
     def restore(self, data: Mapping[str, Any]) -> None:
         """Go on from the state that `to_dict` returned."""
         self.playbook, self._changed = Playbook.from_dict(data["playbook"]), dict(data["changed"])
         self.counts = _COUNTS.validate_python(data["counts"])
+        self.rolled_back_version = data.get("rolled_back_version", 0)
 
 
 @dataclass

@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import random
+import statistics
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -48,6 +49,9 @@ sample has ended, and at 1 it would have nothing; the quarter that is left keeps
 the benchmarks of docs/ace.md were run with. No other value was measured.
 """
 
+ROLLBACK_ERRORS = 2.0
+"""Standard errors by which a validated playbook has to be worse than the best one, example by example, before the run
+goes on from that: the usual limit of chance. With 1.0 the searches of docs/ace.md came out alike."""
 REFINED_SHARE = 0.9
 """Share of the token budget from which a lazy refinement merges near-duplicates.
 
@@ -131,6 +135,8 @@ class AceRun:
         self._first, self._policy = playbook, settings.staleness
         self._validating = Step(BEFORE_STEPS, random.Random(settings.run.seed), Reservation(self.run.budget, 0))
         self._unresolved = self._samples_before = self._commits = self._next = 0
+        self._scores: dict[int, Sequence[float]] = {}
+        """Version of a playbook that was validated -> its score on each example."""
         self._applied: dict[int, str] = {}
         """Number of a step that has been applied -> the kind of its end, until the journal has that end."""
         self._seconds_before = self._last_sample = 0.0
@@ -377,6 +383,8 @@ class AceRun:
         number, version = self._commits, playbook.version
         snapshot = SnapshotRecord(self._seconds(), version, score, len(playbook), tokens)
         self._commits += 1
+        self._roll_back_from(playbook, scores)
+        self._scores[version] = scores
         best = max([score, *(earlier.score for earlier in self.snapshots.scored.values())])
         behind = self._writer.playbook.version - version
         change = (version, behind, number, score, best, version)
@@ -388,6 +396,21 @@ class AceRun:
             self._journal.record_commit(BEFORE_STEPS, number, version, texts, [], by_example, score, more)
             await self._journal.journal.flush()
         return snapshot
+
+    def _roll_back_from(self, playbook: Playbook, scores: Sequence[float]) -> None:
+        """Go on from the best validated playbook where this one, which was validated later, is worse beyond chance.
+
+        ACE's reference loop does not, and neither does lockstep. One that is older than the last rollback tells nothing
+        of what has been learnt since.
+        """
+        best, is_new = self.snapshots.best, playbook.version >= self._writer.rolled_back_version
+        if best is None or not is_new or len(scores) < 2 or self._settings.run.schedule == "lockstep":
+            return
+        losses = [before - after for before, after in zip(self._scores[best.version], scores, strict=True)]
+        if statistics.mean(losses) > ROLLBACK_ERRORS * statistics.stdev(losses) / math.sqrt(len(losses)):
+            self._writer.roll_back(best)
+            self.snapshots.skip(self._writer.rolled_back_version)
+            self._write_playbook()
 
     def _seconds(self) -> float:
         """Return the seconds that the run has taken, in this session and those before."""
@@ -430,13 +453,16 @@ class AceRun:
                     journal.record_end(number, kind, "it was applied when the run was killed", before=True)
             await log.flush()
         scored: dict[Playbook, SnapshotRecord] = {}
-        for row in log.rows("SELECT score, more FROM commits ORDER BY candidate_index"):
+        for row in log.rows("SELECT score, scores, more FROM commits ORDER BY candidate_index"):
             more = json.loads(row["more"])
             book = Playbook.from_dict(more["playbook"])
+            self._scores[book.version] = list(json.loads(row["scores"]).values())
             scored[book] = SnapshotRecord(more["seconds"], book.version, row["score"], len(book), more["tokens"])
         unscored = [Playbook.from_dict(data) for data in snapshots.get("open", [])]
         self._samples_before, self._commits = self._writer.counts.samples, len(scored)
         self.snapshots.restore(scored, unscored, snapshots.get("superseded", 0))
+        if self._writer.rolled_back_version:
+            self.snapshots.skip(self._writer.rolled_back_version)
         self._next = journal.last_step + 1
         journal.load_unfinished(seeded=False)
 

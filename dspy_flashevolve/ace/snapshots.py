@@ -55,6 +55,7 @@ class Snapshots:
         self._left_open: Sequence[Playbook] = ()
         self._begun: set[int] = set()
         self._refused: set[int] = set()
+        self._known: set[int] = set()
         self.scored: dict[Playbook, SnapshotRecord] = {}
         self.superseded = 0
 
@@ -83,6 +84,11 @@ class Snapshots:
     def unpaid(self) -> int:
         """Number of snapshots that the budget could not pay before they were superseded."""
         return len(self._refused - self._begun)
+
+    def skip(self, version: int) -> None:
+        """Validate no playbook of this version: one with the same texts has a score."""
+        self._known.add(version)
+        self._begun.add(version)
 
     async def begin(self, playbook: Playbook) -> None:
         """Start the validation of the first playbook, and of those that an interrupted run left open."""
@@ -187,4 +193,6 @@ class Snapshots:
             self.scored[playbook] = scored
 
     def _is_scored(self, playbook: Playbook) -> bool:
-        return any(scored.version == playbook.version for scored in list(self.scored))
+        return playbook.version in self._known or any(
+            scored.version == playbook.version for scored in list(self.scored)
+        )

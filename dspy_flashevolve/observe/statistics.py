@@ -233,6 +233,7 @@ class AceStats(RunStats):
         tags: helpful, harmful or neutral -> tags counted.
         additions: admitted, merged or dropped -> stale additions.
         evicted: bullets removed to keep within the token budget.
+        rolled_back: times that the run went on from the best validated playbook, since a later one was worse.
         problems: kind -> times that a reply could not be read, or asked for what cannot be done.
         first_problems: the first of these problems.
         snapshots: every playbook that was validated, in the order in which the scores came.
@@ -254,6 +255,7 @@ class AceStats(RunStats):
     tags: dict[str, int]
     additions: dict[str, int]
     evicted: int
+    rolled_back: int
     problems: dict[str, int]
     first_problems: list[Problem]
     snapshots: list[SnapshotRecord] = field(default_factory=list[SnapshotRecord])

@@ -72,6 +72,7 @@ def facts(program: Any) -> dict[str, Any]:
         "samples": stats.samples,
         "best": program.playbook.to_dict(),
         "version": stats.version,
+        "rolled_back": stats.rolled_back,
         "operations": stats.operations,
         "tags": stats.tags,
         "additions": stats.additions,
