@@ -27,7 +27,7 @@ import anyio
 
 from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.evoflux.schemas import Path, faults_of
+from dspy_flashevolve.evoflux.schemas import Path, Schema, faults_of, field_schema, types_of
 from dspy_flashevolve.evoflux.tools import ToolSpec, as_json
 from dspy_flashevolve.evoflux.workflow import Node, Workflow, field_name
 
@@ -78,6 +78,7 @@ class NodeRun:
         fault: why it failed.
         error: the same for people, and for an LM.
         path: the parameter that is at fault; empty where it is none.
+        text: what the tool gave, where its output was read from a text.
     """
 
     node: str
@@ -87,6 +88,7 @@ class NodeRun:
     fault: Fault = ""
     error: str = ""
     path: Path = ()
+    text: str | None = None
 
     def outcome(self, characters: int) -> str:
         """Say for an LM what came of it; an output is quoted as JSON, cut where it is long: data, no orders."""
@@ -137,6 +139,7 @@ class EvofluxStats:
         tool_calls: calls that were made.
         reused: nodes that needed no call, since an equal one had run.
         tokens: of the LMs.
+        answer_error: why there is no answer, though a tool has written; empty where none was lost.
         discarded: candidates that the staleness policy turned away.
         unusable_replies: replies of the planner that were no workflow.
         stop_reason: why the search ended.
@@ -147,6 +150,7 @@ class EvofluxStats:
     tool_calls: int = 0
     reused: int = 0
     tokens: int = 0
+    answer_error: str = ""
     discarded: int = 0
     unusable_replies: int = 0
     stop_reason: str = ""
@@ -207,6 +211,11 @@ class Executor:
         """Keep as many calls as the final run of a workflow needs: from its first writing node on."""
         self.kept_calls = len(workflow.ordered()) - len(self.before_writes(workflow))
 
+    def pays_rest_of(self, workflow: Workflow) -> bool:
+        """Whether there are calls for all of a workflow from its first writing node on."""
+        self.keep_calls_for(workflow)
+        return self.calls_left >= 0
+
     async def run(self, workflow: Workflow, final: bool = False) -> Execution:
         """Run a workflow; what goes wrong is an error of its node.
 
@@ -219,13 +228,19 @@ class Executor:
         if final:
             self.kept_calls = 0
         runs: dict[str, NodeRun] = {}
-        effects, halted_by = "", None
+        effects, halted_by, failed = "", None, None
         pending = list(workflow.ordered())
         while pending:
             reading = itertools.takewhile(lambda node: not self.writes(node), pending)
             ready = [node for node in reading if all(need in runs for need in node.needs)] or pending[:1]
-            made = await gather([partial(self._run_node, node, runs, effects, halted_by, final) for node in ready])
+            halts = [halted_by or (failed if self.writes(node) else None) for node in ready]
+            made = await gather([
+                partial(self._run_node, node, runs, effects, halt, final)
+                for node, halt in zip(ready, halts, strict=True)
+            ])  # fmt: skip
             runs |= {run.node: run for run, _ in made}
+            if final:  # nothing more is written once something is not as the search saw it
+                failed = failed or next((run for run, _ in made if run.status == "failed"), None)
             run, effects = made[-1]
             if halted_by is None and self.writes(ready[-1]) and run.status != "ran":
                 halted_by = run
@@ -247,12 +262,12 @@ class Executor:
         try:
             if halted_by is not None:  # nobody knows the state that it would find
                 status: Status = "waiting" if halted_by.status == "waiting" else "skipped"
-                raise _NotRunError(f"it comes after {halted_by.node!r}, which writes and did not run", status=status)
+                raise _NotRunError(f"it comes after {halted_by.node!r}, which did not run", status=status)
             missing = [need for need in node.needs if need not in runs or runs[need].status != "ran"]
             if missing:
                 raise _NotRunError(f"it needs {missing}, which did not run", status="skipped")
-            output, effects = await self._output(node, runs, effects, final)
-            return NodeRun(node.id, node.tool, "ran", output), effects
+            (output, text), effects = await self._output(node, runs, effects, final)
+            return NodeRun(node.id, node.tool, "ran", output, text=text), effects
         except _NotRunError as reason:
             return reason.run(node.id, node.tool), effects
 
@@ -261,7 +276,7 @@ class Executor:
         spec = self.tools.get(node.tool)
         if spec is None:
             raise _NotRunError(f"there is no tool {node.tool!r}", "tool")
-        arguments = bind(node, {name: run.output for name, run in runs.items()})
+        arguments = bind(node, runs, spec.input_schema)
         for path, message in faults_of(arguments, spec.input_schema):
             raise _NotRunError(f"{field_name(path)}: {message}", "arguments", path)
         writes = spec.effect != "read"
@@ -302,20 +317,23 @@ class Executor:
         self._worlds[key] = place
         return output
 
-    async def _called(self, spec: ToolSpec, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Make one call, a second time where it lost its answer and may be made twice."""
+    async def _called(self, spec: ToolSpec, call: Callable[[], Awaitable[Any]]) -> tuple[Any, str | None]:
+        """Make one call, a second time where it lost its answer and may be made twice; return its output and text."""
 
         async def in_time() -> Any:
             with anyio.fail_after(self.timeout_seconds):
-                return as_json(await call())
+                given = await call()
+                output = as_json(given)
+                return output, given if isinstance(given, str) and output != given else None
 
         output: Any = None
+        text: str | None = None
         for is_last in (spec.effect == "write", True):
             if self.calls_left <= 0:
                 raise _NotRunError("no tool call is left", "budget")
             self.stats.tool_calls += 1
             try:
-                output = await self.request(in_time)
+                output, text = await self.request(in_time)
                 break
             except TimeoutError:
                 raise _NotRunError(f"no answer within {self.timeout_seconds:g} seconds", "timeout") from None
@@ -327,14 +345,17 @@ class Executor:
             raise _NotRunError(f"the output has {size:,} bytes, more than {MAX_OUTPUT_BYTES:,}", "size")
         for path, message in faults_of(output, spec.output_schema or {}):
             raise _NotRunError(f"the output is not as its schema says, at {field_name(path)}: {message}", "output")
-        return output
+        return output, text
 
 
-def bind(node: Node, outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace a node's references by the fields that they name."""
+def bind(node: Node, runs: Mapping[str, NodeRun], schema: Schema) -> dict[str, Any]:
+    """Replace a node's references by the fields that they name; a whole output by its text, where a text is wanted."""
     bound = copy.deepcopy(node.parameters)
     for path, reference in node.references:
-        value = outputs[reference.node]
+        run = runs[reference.node]
+        wanted = field_schema(schema, path) if run.text is not None and not reference.path else {}
+        is_text = isinstance(wanted, dict) and "string" in types_of(wanted) and bool(faults_of(run.output, wanted))
+        value: Any = run.text if is_text else run.output
         for position, part in enumerate(reference.path):
             try:
                 value = value[int(part)] if isinstance(value, list) else value[part]

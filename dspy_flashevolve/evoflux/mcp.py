@@ -7,6 +7,7 @@ import importlib
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,8 @@ class DirectoryWorld:
             raise ConfigurationError(f"directory is {str(directory)!r}, which is no directory.")
         self._is_copy = False
         self._owners: dict[str, asyncio.Task[None]] = {}
+        self._retired: set[asyncio.Task[None]] = set()
+        self._calls = Counter[asyncio.Task[None]]()
         self._sessions: dict[str, Any] = {}
         self._server_of: dict[str, str] = {}
         self._starting = asyncio.Lock()
@@ -57,13 +60,26 @@ class DirectoryWorld:
         return SimpleNamespace(tools=tools)
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a tool on this directory. A server that gives no answer is ended, and started anew for the next call."""
-        session = await self._session(self._server_of[name])
+        """Call a tool on this directory. A server that gives no answer is ended, and started anew for the next call.
+
+        Other calls of that server, which may be writing, come to their end first.
+        """
+        server = self._server_of[name]
+        session = await self._session(server)
+        owner = self._owners[server]
+        self._calls[owner] += 1
         try:
             return await session.call_tool(name, arguments=arguments)
-        except BaseException:
-            await self._end(self._server_of[name])
+        except BaseException as error:
+            if type(error).__name__ != "McpError":  # that is an answer
+                self._retired.add(owner)
+                if self._owners.get(server) is owner:
+                    del self._owners[server]
             raise
+        finally:
+            self._calls[owner] -= 1
+            if owner in self._retired and not self._calls[owner]:
+                await self._end(owner)
 
     def holds(self, tool: str) -> bool:
         """See :class:`~.execution.World`."""
@@ -88,7 +104,8 @@ class DirectoryWorld:
 
     async def close(self) -> None:
         """End its servers, and delete the directory if it is a copy."""
-        await self._end(*self._owners)
+        await self._end(*self._owners.values(), *self._retired)
+        self._owners.clear()
         if self._is_copy:
             await asyncio.to_thread(shutil.rmtree, self.directory.parent, ignore_errors=True)
 
@@ -104,7 +121,7 @@ class DirectoryWorld:
                         self._sessions[name] = await asyncio.shield(ready)
                 except BaseException:
                     ready.cancel()  # nobody waits for it any more
-                    await self._end(name)
+                    await self._end(self._owners.pop(name))
                     raise
         return self._sessions[name]
 
@@ -129,10 +146,11 @@ class DirectoryWorld:
             if not ready.done():
                 ready.set_exception(RuntimeError(f"the MCP server {list(command)} did not start: {error}"))
 
-    async def _end(self, *names: str) -> None:
+    async def _end(self, *owners: asyncio.Task[None]) -> None:
         """End servers; nothing of them is left."""
-        owners = [self._owners.pop(name) for name in names if name in self._owners]
+        self._retired.difference_update(owners)
         for owner in owners:
+            self._calls.pop(owner, None)
             owner.cancel()
         with anyio.CancelScope(shield=True):
             await asyncio.gather(*owners, return_exceptions=True)

@@ -62,8 +62,9 @@ def _read(error: ValidationError, opaque: Sequence[Path]) -> Iterator[Fault]:
 
 
 def properties_of(schema: Schema | None) -> dict[str, Schema]:
-    """Return the named fields of an object's schema; empty where it says none."""
-    return cast("dict[str, Schema]", (schema or {}).get("properties") or {})
+    """Return the named fields of an object's schema; empty where it says none. A field may be anything by ``true``."""
+    fields = cast("dict[str, Any]", (schema or {}).get("properties") or {})
+    return {name: cast(Schema, given) if isinstance(given, dict) else {} for name, given in fields.items()}
 
 
 def field_schema(schema: Schema, path: Path) -> Schema | str:

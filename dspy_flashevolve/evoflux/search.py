@@ -97,7 +97,8 @@ class Candidate:
         planned: nodes of the LM's workflow that it goes back to: leaving one out is no evidence.
         number: in the order in which they came; 0 until it is run.
         execution: what ran.
-        score: executed evidence, from 0 to 1.
+        score: executed evidence, from 0 to 1, and the goal where that was checked.
+        goal: how far it is reached, from 0 to 1; None where it was not checked.
     """
 
     workflow: Workflow
@@ -106,6 +107,7 @@ class Candidate:
     number: int = 0
     execution: Execution = field(default_factory=lambda: Execution(()))
     score: float = 0.0
+    goal: float | None = None
 
 
 def grown(growth: float, best: float, score: float) -> float:
@@ -146,6 +148,8 @@ class Search:
         planning, editing: predictors of nodes, and of those that an edit puts in and takes out.
         executor, request: run workflows, and make requests of LMs.
         tokens: returns the LM tokens spent so far.
+        is_alone: an error of an LM ends the search with what was found, not the question. Inside of another run it is
+            that run's.
     """
 
     def __init__(
@@ -157,11 +161,13 @@ class Search:
         executor: Executor,
         request: Request,
         tokens: Callable[[], int],
+        is_alone: bool = True,
     ) -> None:
         self.settings, self.executor, self.stats = settings, executor, executor.stats
         self._planning, self._editing, self._request, self._tokens = planning, editing, request, tokens
         self._asked = {**inputs, "tools": "\n".join(spec.for_planner() for spec in executor.tools.values())}
-        self._repairer = Repairer(executor.tools, inputs)
+        self._repairer, self._is_alone = Repairer(executor.tools, inputs), is_alone
+        self._unreadable = "none yet"
         self.population: list[Candidate] = []
         """The best first."""
         self.growth = FIRST_GROWTH
@@ -214,9 +220,15 @@ class Search:
         step = QueryStep(self.version, parent.score if parent else 0.0)
         try:
             made = await self._propose(step, parent, repaired)
-        except AdapterParseError:  # the reply is no workflow
+        except AdapterParseError as error:  # the reply is no workflow
             self.stats.unusable_replies += 1
+            self._unreadable = f"The last reply could not be read. {error}"[:FEEDBACK_CHARACTERS]
             made = None
+        except dspy.LMError as error:
+            if not self.population or not self._is_alone:
+                raise
+            self.stats.stop_reason = f"the planner's LM failed: {error}"[:FEEDBACK_CHARACTERS]
+            return
         if made is None or str(made.workflow) in self._seen:
             self._futile += 1
             await anyio.lowlevel.checkpoint()
@@ -228,11 +240,12 @@ class Search:
         if self._is_discarded("after_propose", step, parent):
             return
         execution = await self.executor.run(made.workflow)
-        score = evidence(execution, made.planned)
+        score, goal = evidence(execution, made.planned), None
         if self.settings.checks and not execution.waits:
-            score = (score + await self._goal(execution)) / 2
+            goal = await self._goal(execution)
+            score = (score + goal) / 2
         if not self._is_discarded("before_commit", step, parent):
-            self._admit(replace(made, execution=execution, score=score))
+            self._admit(replace(made, execution=execution, score=score, goal=goal))
 
     def _admit(self, candidate: Candidate) -> None:
         best = self.best
@@ -262,7 +275,7 @@ class Search:
         """Make a workflow; None where nothing was found."""
         without = self.settings.without
         if parent is None:
-            return self._written("plan", await self._plan(step, "none yet"))
+            return self._written("plan", await self._plan(step, self._unreadable))
         if repaired is not None:
             return Candidate(repaired, "repair", parent.planned)
         is_due = self.growth < REDESIGN_BELOW and self.steps - self._last_redesign >= COOL_DOWN
@@ -287,9 +300,12 @@ class Search:
         return Workflow((*kept, *changed.values()))
 
     async def _reply(self, stage: str, step: QueryStep, predictor: dspy.Predict, **fields: str) -> Any:
+        again = self._replies + self._asking
+        # dspy's cache would give the same reply to the same prompt.
+        config = {"config": {"rollout_id": again, "temperature": 1.0}} if again else {}
         self._asking += 1
         try:
-            return await self._request(stage, step, partial(predictor.acall, **self._asked, **fields))
+            return await self._request(stage, step, partial(predictor.acall, **self._asked, **fields, **config))
         finally:
             self._asking, self._replies = self._asking - 1, self._replies + 1
 

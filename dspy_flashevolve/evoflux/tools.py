@@ -5,22 +5,28 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
+import anyio
 import dspy
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.evoflux.schemas import Schema, faults_of, valid_schema
+from dspy_flashevolve.evoflux.schemas import Schema, faults_of, types_of, valid_schema
+
+logger = logging.getLogger(__name__)
 
 Effect = Literal["read", "idempotent", "write"]
 """What a call does: nothing; the same as two calls do; or something that must not happen twice."""
 CHECK = "check"
 """Name of the tool that a workflow always has, see :func:`check`."""
+LIST_SECONDS = 60.0
+"""The longest that a session may take to list its tools; a round number, above the start of two slow servers."""
 _LONGEST_TEXT = 200_000
 """Characters of a text output that is read as JSON; a longer one stays a text. A round number."""
 
@@ -87,11 +93,23 @@ def spec_of(tool: Any, effect: Effect | None = None) -> ToolSpec:
         effect: what it does. None counts as "write", the one that is safe not to know.
     """
     made = tool if isinstance(tool, dspy.Tool) else dspy.Tool(tool)
-    parameters = cast("dict[str, Schema]", made.args or {})
+    try:
+        signature = dict(inspect.signature(made.func).parameters)
+    except (TypeError, ValueError):  # a builtin may have none
+        signature = {}
+    many = {name for name, each in signature.items() if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    parameters = {name: cast(Schema, given) for name, given in (made.args or {}).items() if name not in many}
+
+    def is_required(name: str) -> bool:
+        if name in signature:
+            return signature[name].default is inspect.Parameter.empty
+        # dspy keeps what an MCP server or LangChain requires in the description only.
+        return "(Required)" in (made.arg_desc or {}).get(name, "") or (not many and "default" not in parameters[name])
+
     schema: Schema = {
         "type": "object",
         "properties": parameters,
-        "required": [name for name, parameter in parameters.items() if "default" not in parameter],
+        "required": list(filter(is_required, parameters)),
         "additionalProperties": made.has_kwargs,
     }
     description = " ".join(str(made.desc or "").split())
@@ -108,7 +126,7 @@ def _returned(function: Callable[..., Any]) -> Schema | None:
     except Exception:  # a hint that pydantic cannot describe says nothing
         return None
     # Text may be read as JSON (see as_json), so that its type is not known before.
-    return None if schema.get("type") == "string" else schema
+    return None if "string" in types_of(schema) else schema
 
 
 def spec_of_mcp(session: Any, tool: Any, effect: Effect | None = None) -> ToolSpec:
@@ -165,6 +183,7 @@ async def catalogue_of(
 
     Raises:
         ConfigurationError: two tools of one name, or an effect that does not exist.
+        RuntimeError: a session did not list its tools in time.
     """
     known = get_args(Effect)
     for effect in effects.values() if isinstance(effects, Mapping) else filter(None, [effects]):
@@ -179,7 +198,12 @@ async def catalogue_of(
         if isinstance(tool, ToolSpec):
             tools.append(tool)
         elif hasattr(tool, "list_tools"):
-            listed = (await tool.list_tools()).tools
+            try:
+                with anyio.fail_after(LIST_SECONDS):
+                    listed = (await tool.list_tools()).tools
+            except TimeoutError:
+                message = f"{type(tool).__name__} did not list its tools within {LIST_SECONDS:g} seconds."
+                raise RuntimeError(message) from None
             tools += [spec_of_mcp(tool, each, effect_of(each.name)) for each in listed]
         else:
             made = tool if isinstance(tool, dspy.Tool) else dspy.Tool(tool)
@@ -188,4 +212,7 @@ async def catalogue_of(
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigurationError(f"tools: {twice} are there more than once; give them other names. {CHECK!r} is taken.")
+    unknown = sorted(set(effects) - set(names)) if isinstance(effects, Mapping) else []
+    if unknown:
+        logger.warning("effects has %s, which are no tools now; the tools are %s.", unknown, names)
     return {tool.name: tool for tool in tools}
