@@ -27,8 +27,8 @@ test: $(VENV)/.installed  ## the test suite and the examples in the docstrings
 	$(BIN)/python -m pytest -n auto --dist worksteal
 	$(BIN)/python -m pytest --quiet --doctest-modules dspy_flashevolve
 
-test-long: $(VENV)/.installed  ## the long tests, of which `make test` has shorter ones: kills, many seeds
-	$(BIN)/python -m pytest -n auto --dist worksteal -m long
+test-long: $(VENV)/.installed  ## what `make test` leaves out: kills, many seeds, further cases
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "long and not slow"
 
 test-benchmarks: $(VENV)/.installed  ## the tests of the benchmarks and of the notebooks
 	$(BIN)/python -m pytest -n auto --dist worksteal tests/benchmarks

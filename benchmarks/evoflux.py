@@ -319,9 +319,13 @@ METHODS: dict[str, Method] = {
     "static repair only": Method({"max_candidates": 1, "without": WITHOUT[1:], "width": 1}),
     "Evoflux, lockstep": Method({"width": 1}),
     "Evoflux, lockstep, tasks together": Method({"width": 1}, is_together=True),
-    "Evoflux, async, one task at a time": Method({}),
-    "Evoflux, async, tasks together": Method({}, is_together=True),
-    **{f"Evoflux, async, without {name}": Method({"without": (name,)}, is_together=True) for name in WITHOUT},
+    "Evoflux, default, one task at a time": Method({}),
+    "Evoflux, async, one task at a time": Method({"width": 4}),
+    "Evoflux, async, tasks together": Method({"width": 4}, is_together=True),
+    **{
+        f"Evoflux, async, without {name}": Method({"without": (name,), "width": 4}, is_together=True)
+        for name in WITHOUT
+    },
 }
 
 

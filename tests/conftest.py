@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+import zlib
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
@@ -49,6 +50,30 @@ inspect.getfullargspec = argspec_once
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: some tests wait for servers, processes and signals."""
     return (os.cpu_count() or 1) + 1
+
+
+WHERE_ALL_RUN = ("ray", "pages", "vllm", "perfetto", "slow", "long")
+"""Marks of tests that are chosen by them."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test with several cases `make test` takes one, drawn by the test's name; `make test-long` takes the others.
+
+    A case that is named on the command line runs.
+    """
+    if any("::" in argument for argument in config.args):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        is_chosen = any(item.get_closest_marker(name) for name in WHERE_ALL_RUN) or "benchmarks" in item.path.parts
+        if hasattr(item, "callspec") and not is_chosen:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, own in cases.items():
+        drawn = own[zlib.crc32(name.encode()) % len(own)]
+        for item in own:
+            if item is not drawn:
+                item.add_marker(pytest.mark.long)
 
 
 gc.disable()  # until the tests are collected: what is made until then stays

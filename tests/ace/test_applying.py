@@ -124,6 +124,7 @@ def test_beyond_the_budget_what_is_worth_least_and_oldest_makes_room() -> None:
     assert tight.evicted == ["oth-3"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "operation",
     [Add("other", "x" * 9000), Update("oth-1", "x" * 9000), Merge(("oth-1", "oth-2"), "x" * 9000)],

@@ -87,6 +87,7 @@ def test_a_reply_without_end_is_read_up_to_a_bound() -> None:
     assert (len(operations), [problem.kind for problem in problems]) == (MOST_OPERATIONS, ["too many operations"])
 
 
+@pytest.mark.long
 @given(st.one_of(JSON, st.text(), JSON.map(str), JSON.map(json.dumps)))
 def test_no_reply_makes_the_readers_raise(reply: object) -> None:
     operations, problems = parse_operations(reply)

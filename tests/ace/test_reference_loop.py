@@ -278,7 +278,7 @@ CASES = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(CASES)
 def test_lockstep_makes_the_calls_of_the_reference_loop_and_comes_to_its_playbook(case: Case) -> None:
     loop, (calls, last) = reference(case), lockstep(case)

@@ -104,6 +104,7 @@ def test_lockstep_aborted_anywhere_goes_on_as_if_it_had_not_been(
     assert list(wrongs(tmp_path)) == []
 
 
+@pytest.mark.long
 def test_lockstep_aborted_again_and_again_goes_on_as_if_it_had_not_been(
     tmp_path: Path, uninterrupted: tuple[Any, Refusing]
 ) -> None:

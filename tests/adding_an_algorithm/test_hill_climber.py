@@ -91,6 +91,7 @@ def test_stages_overlap_but_not_in_lockstep() -> None:
     assert overlaps(spans("lockstep")) == 0
 
 
+@pytest.mark.long
 def test_it_does_more_than_twice_as_much_in_the_same_time() -> None:
     steps = {
         schedule: climb(10_000, schedule, SimulatedModel(reply_model=TASK.reply_model).lm(), max_seconds=60.0)[1]
@@ -138,6 +139,7 @@ def server() -> Iterator[SimServer]:
         yield server
 
 
+@pytest.mark.long
 def test_it_works_over_http_in_a_plain_script(server: SimServer) -> None:
     lm = dspy.LM("openai/sim", api_base=server.api_base, api_key="none", cache=False)
     with dspy.context(lm=lm):

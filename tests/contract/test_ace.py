@@ -88,6 +88,7 @@ def test_saving_and_loading_the_program_keeps_the_playbook(learnt: Any, tmp_path
     assert first.score > learnt.async_stats.snapshots[0].score, "it goes on from what it has learnt"
 
 
+@pytest.mark.long
 def test_a_program_that_has_a_playbook_goes_on_from_it_and_holds_it_once(learnt: Any) -> None:
     again = compiled(learnt, max_seconds=60)
     assert again.playbook.next_number >= learnt.playbook.next_number
@@ -123,12 +124,14 @@ def test_a_program_goes_on_from_its_instructions_with_their_counters_and_not_fro
     assert (bullet.content, bullet.helpful) == ("new", 1)
 
 
+@pytest.mark.long
 def test_equal_runs_are_equal_and_other_seeds_are_not() -> None:
     first, same, other = (compiled(seed=seed, max_seconds=60) for seed in (1, 1, 2))
     assert first.playbook == same.playbook
     assert first.playbook != other.playbook
 
 
+@pytest.mark.long
 def test_the_playbook_is_attached_to_the_chosen_predictors_only() -> None:
     student = TASK.program(predictors=2)
     name = student.named_predictors()[0][0]
@@ -234,6 +237,7 @@ def test_rate_limits_are_retried_and_are_no_scores() -> None:
     assert all(snapshot.score > 0 for snapshot in stats.snapshots)
 
 
+@pytest.mark.long
 def test_a_provider_that_is_down_ends_the_run_without_a_score() -> None:
     model = SimulatedModel(replace(PROFILES["h100-qwen3-8b"], concurrency_limit=0), seed=0)
     with pytest.raises(RunAbortedError, match="No playbook could be validated") as raised:
@@ -284,6 +288,7 @@ def test_what_can_be_read_of_a_bad_reply_is_used() -> None:
     assert stats.tags.get("helpful", 0) > 0
 
 
+@pytest.mark.long
 @settings(max_examples=5, deadline=None)
 @given(st.integers(0, 10**6))
 def test_arbitrary_replies_end_in_a_program(seed: int) -> None:
@@ -512,7 +517,8 @@ def test_the_initial_playbook_is_returned_where_learning_only_does_harm() -> Non
     optimizer = AsyncACE(digits, num_threads=2, max_rounds=1, eval_every=1)
     with dspy.context(lm=fake_lm(answer)):
         program: Any = optimizer.compile(Chain(), trainset=examples("t", 4))
-    assert (len(program.playbook), program.async_stats.best_version, program.async_stats.version) == (0, 0, 1)
+    assert (len(program.playbook), program.async_stats.best_version) == (0, 0)
+    assert program.async_stats.version >= 1
 
 
 def test_modules_of_the_users_own_reflect_and_curate() -> None:

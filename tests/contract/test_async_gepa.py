@@ -144,6 +144,7 @@ def test_flex_code_evolves_as_in_gepa() -> None:
     )
 
 
+@pytest.mark.long
 def test_flex_code_that_asks_no_predictor_is_reflected_on() -> None:
     """Nothing of it is in dspy's trace, and dspy reads its inputs and outputs all the same."""
     source = """class Plain(dspy.Module):

@@ -477,6 +477,7 @@ class Computes(Looks):
         return await super().aforward(question)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not Path("/proc/thread-self/schedstat").exists(), reason="the machine does not tell who waits for it"
 )

@@ -31,6 +31,7 @@ class OnItsOwnLoop(Chain):
         return dspy.Prediction(answer=asyncio.run(self.steps[0].acall(question=question)).answer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
 @pytest.mark.parametrize("program", [ByParallel, OnItsOwnLoop])
 def test_a_drip_in_what_a_program_asks_by_threads_or_loops_of_its_own_is_given_up_and_asked_again(
@@ -43,6 +44,7 @@ def test_a_drip_in_what_a_program_asks_by_threads_or_loops_of_its_own_is_given_u
     assert list(details.val_subscores[0].values()) == [0.5] * len(VAL)
 
 
+@pytest.mark.long
 def test_a_timeout_that_is_one_of_httpx_bounds_the_whole_request_too() -> None:
     with BrokenServer(dripping_first()) as server:
         lm = server.lm("chosen", timeout=httpx.Timeout(3.0), engine="litellm")

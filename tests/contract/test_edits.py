@@ -121,6 +121,7 @@ def examples_read(reflects_whole: bool = False, **options: Any) -> list[int]:
     return shown
 
 
+@pytest.mark.long
 def test_a_reflection_reads_as_many_examples_as_the_budget_pays_twelve_reflections_of() -> None:
     """Beside two validations of ten examples each; a step costs its minibatch twice."""
     assert max(examples_read(calls=20 + 12 * 2 * 5)) == 5  # the last minibatch of an epoch may be smaller

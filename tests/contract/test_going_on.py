@@ -68,6 +68,7 @@ def test_lockstep_aborted_in_a_reflection_goes_on_as_if_it_had_not_been(tmp_path
     assert problems(tmp_path) == []
 
 
+@pytest.mark.long
 def test_lockstep_aborted_again_and_again_in_rollouts_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     """The task LM refuses at its 11th call in each session: sessions end in the middle of validations and screens."""
     calls = 60
@@ -311,6 +312,7 @@ def test_a_repair_that_was_paid_before_the_interruption_is_used_after_it(tmp_pat
     assert problems(tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_with_another_search_or_policy_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -411,6 +413,7 @@ def test_a_run_of_gepas_goes_on_without_a_journal_from_before(tmp_path: Path) ->
     assert problems(tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_commit_that_gepas_checkpoint_missed_is_made_again_from_the_journal(tmp_path: Path) -> None:
     """Killed between the two: the journal has it, the checkpoint of one candidate less is what is found."""
     import pickle

@@ -166,6 +166,7 @@ def test_a_student_that_does_not_run_is_an_error_that_says_so() -> None:
         search(Watched(lambda job: ("error", "it is broken")))
 
 
+@pytest.mark.long
 def test_stale_proposals_are_patched_before_they_are_evaluated_where_that_is_asked_for() -> None:
     found = search(staleness="reflective", iterations=12).detailed_results
     assert found.stats.requests_by_stage["patch"] > 0
@@ -190,6 +191,7 @@ def test_proposers_at_once_have_directions_of_their_own() -> None:
     assert {candidate.draft.direction for candidate in found.candidates[1:]} == {"red", "green", "blue"}
 
 
+@pytest.mark.long
 def test_no_proposal_starts_after_the_time_is_over() -> None:
     found = search(iterations=1000, max_seconds=60.0).detailed_results
     assert found.stats.outcome == "finished"
@@ -222,6 +224,7 @@ def test_a_search_that_is_stopped_before_the_student_is_evaluated_says_so(caplog
         optimizer.compile(student(), trainset=TASK.trainset(3), valset=TASK.valset(3))
 
 
+@pytest.mark.long
 def test_the_run_directory_holds_every_candidate_and_is_for_one_run(tmp_path: Path) -> None:
     found = search(log_dir=tmp_path / "run").detailed_results
     sources = sorted((tmp_path / "run" / "candidates").glob("*/source.py"))
@@ -292,7 +295,7 @@ def test_with_the_real_sandbox_a_harness_learns_and_a_hostile_one_fails() -> Non
     def metric(gold: Any, pred: Any, trace: Any = None) -> float:
         return float(gold.answer == pred.answer)
 
-    limits = Limits(seconds=60.0, cpu_seconds=4)
+    limits = Limits(seconds=60.0, cpu_seconds=2)
     optimizer = AsyncMetaHarness(
         metric, proposer_lm=lm, iterations=1, num_threads=4, limits=limits, accept_missing_protection=LAYERS
     )
@@ -315,6 +318,7 @@ def test_acompile_is_the_awaitable_twin_of_compile() -> None:
 # Faults and stops
 
 
+@pytest.mark.long
 def test_a_provider_s_error_is_no_score_of_a_candidate() -> None:
     asked = 0
     task_lm = SimulatedModel(seed=0, reply_model=TASK.reply_model)
@@ -459,6 +463,7 @@ def test_a_proposer_runs_its_draft_sees_the_error_mends_it_and_submits_it(in_thr
     assert {str(job.inputs) for job in drafts} <= {str(dict(row.inputs())) for row in TASK.trainset(6)}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 def test_with_the_real_sandbox_a_draft_runs_prints_and_a_hostile_one_is_told_why_it_failed() -> None:
     prompts = list[str]()

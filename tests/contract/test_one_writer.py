@@ -119,6 +119,7 @@ def watched_by(alone: Alone, watch: Watch) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 @settings(max_examples=8)
 @given(
     world=st.builds(World, seed=st.integers(0, 10**6), faults=st.sampled_from([0.0, 0.1])),

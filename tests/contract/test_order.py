@@ -9,6 +9,7 @@ import asyncio
 from typing import Any
 
 import dspy
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,6 +106,7 @@ def test_the_same_work_does_finish_in_different_orders() -> None:
     assert len({tuple(order(table, timing)) for timing in range(3)}) > 1
 
 
+@pytest.mark.long
 @settings(max_examples=10)
 @given(st.integers(0, 10**6), st.sampled_from([4, 64]), SEARCHES, POLICIES)
 def test_the_frontier_is_always_that_of_the_scores_of_what_was_committed(

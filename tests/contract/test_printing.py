@@ -98,6 +98,7 @@ def test_lockstep_logs_the_lines_of_dspy_gepa() -> None:
     assert any("skipping" in line for line in theirs)
 
 
+@pytest.mark.long
 def test_what_people_read_out_of_the_log_of_dspy_gepa_is_there_in_the_log_of_a_run_that_overlaps() -> None:
     theirs, ours = lines_of(dspy.GEPA), lines_of(AsyncGEPA)
     for name, pattern in SCORES.items():

@@ -40,6 +40,7 @@ def server(quota: Quota | None = None) -> SimServer:
     return SimServer(seed=0, time_scale=300, reply_model=TASK.reply_model, quota=quota)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("known", ["headers", "arguments"])
 def test_under_one_in_two_hundred_requests_is_refused_where_the_limits_are_known(known: str, cache: Path) -> None:
     said = {} if known == "headers" else {"rpm": 3000, "tpm": 10**8}

@@ -291,6 +291,7 @@ def best(kind: type, lm: dspy.LM, seed: int, calls: int, program: dspy.Module, t
     return max(made.detailed_results.val_aggregate_scores)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("calls", [120, pytest.param(300, marks=pytest.mark.slow)])
 def test_with_an_lm_that_refuses_four_reflections_of_five_the_default_does_as_well_as_dspy_gepa(calls: int) -> None:
     """The mean of sixteen seeds: one good reflection more or less is most of what a run of 120 calls gains."""
@@ -321,6 +322,7 @@ def best_of_rewrites(search: str) -> float:
     )
 
 
+@pytest.mark.long
 def test_where_each_reflection_rewrites_the_whole_text_a_small_budget_goes_into_depth_as_with_gepas_search() -> None:
     """Nothing joins the children of steps that ran at once: each of them would take a validation for itself."""
     assert best_of_rewrites("edits") >= best_of_rewrites("pareto") > 0.7
@@ -361,6 +363,7 @@ def noting(seed: int) -> dspy.LM:
     return fake_lm(lambda prompt: reply(prompt, note="noted") if "draft" in prompt else answer.answer(prompt))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "predictors", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )

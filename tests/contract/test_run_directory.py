@@ -159,6 +159,7 @@ def test_a_journal_of_a_version_that_is_not_known_is_refused(directory: Path, ve
     refused(directory, f"its schema is version {version}", metric=Counted())
 
 
+@pytest.mark.long
 def test_two_runs_at_once_on_one_directory_are_refused(tmp_path: Path) -> None:
     """The second one begins while the first is at work, in this process and in another one."""
     refusals: list[str] = []
@@ -372,6 +373,7 @@ except RunAbortedError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="needs setrlimit")
 def test_a_full_disk_ends_the_run_with_the_best_so_far_and_nothing_is_damaged(tmp_path: Path) -> None:
     """The file system refuses files above a size, for the whole process: a real refusal of real writes."""

@@ -37,6 +37,7 @@ def check_private(directory: Path) -> None:
     assert set(modes.values()) == {0o600}, modes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
 def test_what_a_server_echoes_stands_in_no_file_and_no_log_line(
     tmp_path: Path, schedule: Any, caplog: pytest.LogCaptureFixture

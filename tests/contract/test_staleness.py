@@ -90,6 +90,7 @@ def test_the_same_run_in_virtual_time_is_the_same_run() -> None:
     assert facts(compiled(90).detailed_results) == facts(compiled(90).detailed_results)
 
 
+@pytest.mark.long
 def test_one_candidate_has_what_the_children_of_many_steps_learnt() -> None:
     program = compiled(400)
     stats, details = program.async_stats, program.detailed_results
@@ -102,6 +103,7 @@ def test_one_candidate_has_what_the_children_of_many_steps_learnt() -> None:
         assert all(parent is not None and 0 <= parent < len(details.candidates) for parent in parents)
 
 
+@pytest.mark.long
 def test_in_equal_time_the_default_makes_a_better_program_than_lockstep() -> None:
     best = {}
     for schedule in ("async", "lockstep"):
@@ -130,6 +132,7 @@ def test_with_little_time_for_a_large_validation_set_the_last_head_is_validated_
     assert world.worth(program.steps[0].signature.instructions) > 0.5
 
 
+@pytest.mark.long
 def test_after_the_last_validation_no_time_is_spent_on_what_could_not_be_validated() -> None:
     stats = play(Rules(seed=2, train=30, val=200), None, max_seconds=400, skip_perfect_score=False).async_stats
     check_ends(stats)
@@ -166,6 +169,7 @@ def test_each_session_of_a_run_that_goes_on_validates_its_last_head_in_time(tmp_
     assert 0.3 < worth[1] < worth[2], worth
 
 
+@pytest.mark.long
 def test_children_that_stand_for_themselves_leave_the_last_head_its_time(tmp_path: Path) -> None:
     runs = [play(Rules(train=30, val=200), None, max_seconds=240).async_stats]
     runs += [play(Rules(train=30, val=200), None, max_seconds=120, log_dir=str(tmp_path)).async_stats for _ in range(2)]
@@ -174,6 +178,7 @@ def test_children_that_stand_for_themselves_leave_the_last_head_its_time(tmp_pat
         assert stats.seconds < most + 60, "a validation takes about forty seconds"
 
 
+@pytest.mark.long
 def test_steps_whose_child_would_come_after_the_last_head_end_before_they_ask_for_more() -> None:
     stats = play(Rules(train=30, val=60), None, max_seconds=60, num_threads=32).async_stats
     check_ends(stats)
@@ -206,6 +211,7 @@ class Hanging(Rules):
         return super().seconds(text, question)
 
 
+@pytest.mark.long
 def test_one_answer_that_hangs_in_a_validation_does_not_end_the_run_a_fifth_too_early() -> None:
     world = Hanging(train=30, val=20, rules=400, helps=0.002)
     stats = play(world, None, max_seconds=300).async_stats
@@ -265,6 +271,7 @@ def test_a_patched_child_has_to_beat_what_it_was_patched_onto_and_repairs_that_h
     assert max(details.val_aggregate_scores) > details.val_aggregate_scores[0] + 0.1
 
 
+@pytest.mark.long
 def test_while_a_provider_does_not_answer_repairs_are_left_out_and_asked_for_again_afterwards() -> None:
     asked: list[float] = []
 
@@ -511,6 +518,7 @@ def test_guarded_discards_what_is_behind_where_it_looks_and_full_discards_nothin
     assert max(full.gaps[place]) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["after_propose", "after_screen"])
 def test_with_edits_a_child_that_guarded_discards_is_not_taken_apart(tmp_path: Path, place: Any) -> None:
     policy = Guarded(0, looks=(place,))
@@ -586,6 +594,7 @@ def test_any_policy_goes_with_any_search_and_the_default_is_edits_of_which_none_
             AsyncGEPA(HouseRules().metric, search=search, staleness=policy, **options)
 
 
+@pytest.mark.long
 def test_the_preset_of_the_paper_repairs_what_is_stale_speculates_and_has_nothing_of_ours_in_its_search() -> None:
     program = compiled(400, **FLASHEVOLVE)
     stats = program.detailed_results.async_stats
@@ -610,6 +619,7 @@ def best_text(program: Any) -> str:
     return details.candidates[details.best_idx].steps[0].signature.instructions
 
 
+@pytest.mark.long
 def test_changes_are_told_as_they_were_proposed() -> None:
     world = Rules()
     stats = play(world, 600).async_stats
@@ -623,6 +633,7 @@ def test_changes_are_told_as_they_were_proposed() -> None:
     check_ends(stats)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_harm_does_not_stay_in_the_best_program(seed: int) -> None:
     """Half of what the reflection writes takes three times what the other half brings."""
@@ -637,6 +648,7 @@ def test_harm_does_not_stay_in_the_best_program(seed: int) -> None:
     assert sum(known) > 0.6 * len(known), "most effects have the right sign"
 
 
+@pytest.mark.long
 @settings(max_examples=6)
 @given(st.integers(30, 250), st.integers(0, 3), st.floats(0, 1), st.sampled_from([1, 4, 16]))
 def test_no_budget_that_pays_two_steps_is_exceeded_and_every_step_ends_once(
@@ -696,6 +708,7 @@ def test_a_head_that_could_not_be_validated_is_validated_when_the_run_goes_on(tm
     assert "- rule 0" in details.candidates[details.best_idx].steps[0].signature.instructions
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_where_changes_do_not_add_up_children_are_validated_by_themselves_as_in_gepa(seed: int) -> None:
     class OneOnly(Rules):

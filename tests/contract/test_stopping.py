@@ -155,6 +155,7 @@ def calls_without_improvement(wrapped: str | None) -> list[int]:
     return spent
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrapped", list(WRAPPED))
 def test_a_run_without_improvement_goes_on_for_no_less_than_with_dspy_gepa(wrapped: str) -> None:
     ours, theirs = calls_without_improvement(wrapped), calls_without_improvement(None)
@@ -736,6 +737,7 @@ accepted.wait()
 """
 
 
+@pytest.mark.long
 def test_a_run_in_a_thread_says_so_when_the_main_thread_ends_before_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IN_A_THREAD], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120

@@ -433,6 +433,7 @@ FAULTS: dict[str, Callable[[], Exception]] = ALWAYS | {
 }
 
 
+@pytest.mark.long
 @settings(max_examples=9)
 @given(
     faults=st.lists(
@@ -537,6 +538,7 @@ def test_a_reflection_that_drips_is_given_up_and_asked_again(schedule: str) -> N
     assert stats.proposals > 0
 
 
+@pytest.mark.long
 def test_a_repair_that_drips_is_given_up_and_asked_again() -> None:
     with BrokenServer(dripping_first("head_text")) as server:
         staleness = Reflective(min_gap=0)
@@ -555,6 +557,7 @@ def test_a_rollout_that_drips_is_given_up_and_asked_again(program: Any, schedule
     assert list(details.val_subscores[0].values()) == [0.5] * len(VAL)
 
 
+@pytest.mark.long
 def test_an_lm_call_of_a_metric_that_drips_is_given_up_with_the_metric_and_the_rollout_made_again() -> None:
     judged: list[str] = []
 

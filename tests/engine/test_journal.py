@@ -418,6 +418,7 @@ def test_no_file_however_malformed_is_taken_for_a_journal(
         Journal(directory).close()
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6) | st.integers(0, 110), st.binary(min_size=1, max_size=64))
 @example(60, b"\x80")  # a version below 0

@@ -250,6 +250,7 @@ def test_timeouts_cut_once_a_burst() -> None:
     assert limiter.limit == 71
 
 
+@pytest.mark.long
 @given(st.integers(4, 200), st.integers(0, 2**16))
 def test_it_settles_under_a_stationary_load(capacity: int, seed: int) -> None:
     """An endpoint that refuses what is above its capacity, and answers in about 4 s."""

@@ -368,6 +368,7 @@ def test_a_pace_that_was_learned_far_too_low_is_doubled_again_and_again_within_m
     run(main)
 
 
+@pytest.mark.long
 def test_a_provider_that_takes_so_many_requests_at_once_is_not_paced_by_the_minute() -> None:
     async def main() -> None:
         customer = Customer(lambda _, at_once: 1.0 if at_once >= 24 else None, retry_after=in_a_second)

@@ -263,6 +263,7 @@ class Loop:
         in_virtual_time(lambda: self.run.run_async(main))
 
 
+@pytest.mark.long
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**16), st.lists(st.floats(0, 30), max_size=4), st.booleans())
 def test_however_often_it_is_interrupted_nothing_that_was_paid_is_paid_again_and_every_step_ends_once(

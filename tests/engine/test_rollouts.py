@@ -484,6 +484,7 @@ def test_results_come_in_order_and_each_begins_when_the_one_before_has_its_slot(
     assert begun == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("steps", "examples", "slots"), [(1, 5000, 8), (40, 250, 16)])
 def test_what_waits_for_a_slot_costs_no_task(steps: int, examples: int, slots: int) -> None:
     bench, most = Bench(slots=slots, limit=None), 0

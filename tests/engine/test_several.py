@@ -103,6 +103,7 @@ def two() -> dict[str, Server]:
     return {"fast": Server(32, 1.0), "slow": Server(8, 2.0)}
 
 
+@pytest.mark.long
 def test_two_servers_of_unequal_speed_reach_nineteen_twentieths_of_the_sum_of_their_ceilings() -> None:
     async def main() -> None:
         for slots, adaptive in ((256, Bounds(8)), (64, None)):

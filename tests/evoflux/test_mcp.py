@@ -85,6 +85,7 @@ def test_candidates_change_copies_the_winner_the_directory_and_no_process_is_lef
     assert children() == before
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sdk")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 def test_a_server_that_hangs_is_an_error_of_its_node_and_no_process_is_left(tmp_path: Path) -> None:

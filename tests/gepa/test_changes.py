@@ -142,6 +142,7 @@ PAIRS = st.tuples(TEXTS, TEXTS) | st.builds(
 """A parent, and a child that is anything, or has something added in the middle and at most one block less."""
 
 
+@pytest.mark.long
 @given(PAIRS)
 def test_a_child_that_is_taken_apart_is_its_parent_with_its_changes(pair: tuple[str, str]) -> None:
     parent, child = pair
@@ -154,6 +155,7 @@ def test_a_child_that_is_taken_apart_is_its_parent_with_its_changes(pair: tuple[
         assert not weave.changes, "nothing is left of it"
 
 
+@pytest.mark.long
 @given(st.lists(BLOCKS, max_size=6), st.lists(st.tuples(BLOCKS, st.integers(0, 9), st.booleans()), max_size=8), ENDS)
 def test_children_of_children_are_what_is_composed_of_the_changes_in_them(
     blocks: list[str], edits: list[tuple[str, int, bool]], end: str
@@ -175,11 +177,13 @@ def test_children_of_children_are_what_is_composed_of_the_changes_in_them(
     assert again.compose(numbers) == weave.compose(numbers)
 
 
+@pytest.mark.long
 @given(TEXTS)
 def test_no_changes_leave_a_text_as_it_is(text: str) -> None:
     assert Weave(of(text), ()).compose(()) == of(text)
 
 
+@pytest.mark.long
 @given(RULES, st.lists(RULES, min_size=1, max_size=4))
 def test_what_changes_are_does_not_depend_on_the_order_in_which_children_came(
     parent: list[str], children: list[list[str]]
@@ -195,6 +199,7 @@ def test_what_changes_are_does_not_depend_on_the_order_in_which_children_came(
         }  # fmt: skip
 
 
+@pytest.mark.long
 @given(PAIRS, st.integers(0, 255))
 def test_the_changes_that_are_found_in_a_text_make_that_text(pair: tuple[str, str], chosen: int) -> None:
     """A run that goes on asks which changes a candidate has."""

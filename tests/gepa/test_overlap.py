@@ -141,6 +141,7 @@ def test_steps_start_from_variants_of_the_head_and_the_pool_holds_only_what_was_
     assert len(program.async_stats.changes) > 5
 
 
+@pytest.mark.long
 def test_with_a_frontier_share_of_1_every_step_starts_from_the_frontier() -> None:
     _, ahead, after = started(1.0)
     assert ahead == 0 < after

@@ -73,6 +73,7 @@ def test_nobody_waits_for_the_slowest_of_the_first_screens() -> None:
     assert max(begun.values()) - min(begun.values()) == 5
 
 
+@pytest.mark.long
 def test_a_child_that_is_in_no_head_is_counted_once_among_the_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a screen it does not join, so that it is screened all the same."""
     monkeypatch.setattr(Credit, "take", lambda *_: False)

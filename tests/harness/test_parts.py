@@ -46,6 +46,7 @@ POINTS = st.dictionaries(
 )
 
 
+@pytest.mark.long
 @given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), JSON))
 def test_a_frame_comes_back_as_it_was(message: dict[str, Any]) -> None:
     frame = encode(message)

@@ -51,6 +51,7 @@ with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="42"))):
 """In a process of its own: only the first calls of a process can meet."""
 
 
+@pytest.mark.long
 def test_its_first_calls_may_come_from_many_threads_at_once() -> None:
     layers = ("user", "namespaces", "landlock", "seccomp")
     for _ in range(3):

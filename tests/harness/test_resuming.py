@@ -110,6 +110,7 @@ def test_a_search_that_an_error_ended_goes_on_as_if_it_had_not_been(
     assert check(tmp_path / "run").problems == []
 
 
+@pytest.mark.long
 def test_a_search_that_ends_again_and_again_pays_nothing_twice(tmp_path: Path, uninterrupted: tuple[Path, Any]) -> None:
     directory, whole = uninterrupted
     ended = 0
@@ -141,6 +142,7 @@ def test_a_proposer_that_was_interrupted_is_asked_again_in_its_direction(tmp_pat
     assert details.stats.steps == 2
 
 
+@pytest.mark.long
 def test_a_proposal_that_was_there_before_an_interruption_is_patched_as_it_was(tmp_path: Path) -> None:
     """What was admitted meanwhile, in the session before, must not be looked at again."""
     with pytest.raises(RunAbortedError):
@@ -158,6 +160,7 @@ def test_a_proposal_that_was_there_before_an_interruption_is_patched_as_it_was(t
     assert len(lines(tmp_path, "proposed")) == len(rows(tmp_path, versions)) == 12
 
 
+@pytest.mark.long
 def test_of_a_step_that_was_interrupted_at_its_admission_the_rest_is_admitted(tmp_path: Path) -> None:
     whole = results_of(run(tmp_path, "lockstep", 8))
     scored = lines(tmp_path, "scored")
@@ -175,6 +178,7 @@ def test_of_a_step_that_was_interrupted_at_its_admission_the_rest_is_admitted(tm
     assert check(tmp_path / "run").problems == []
 
 
+@pytest.mark.long
 def test_a_search_that_its_time_ended_goes_on_with_more_of_it(tmp_path: Path) -> None:
     first = run(tmp_path, "full", 1000, max_seconds=0.3).detailed_results
     assert "max_seconds" in first.stats.stop_reason

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.fakes import fake_lm
 from tests.harness.child import proposes, run
 
 
+@pytest.mark.long
 def test_a_revision_that_fits_no_format_leaves_a_stale_proposal_as_it_is(tmp_path: Path) -> None:
     def answer(prompt: str) -> str:
         return "no fields" if "patched_module" in prompt else proposes(lambda name, entry: None, prompt)

@@ -120,6 +120,7 @@ async def test_long_proposals_are_read_to_their_ends() -> None:
     assert reduces[0].count("the last one") == 2
 
 
+@pytest.mark.long
 @given(st.integers(1, 12), st.integers(1, 2), st.integers(0, 3))
 def test_the_awaited_twin_does_the_same(count: int, copies: int, seed: int) -> None:
     async def both() -> list[Any]:

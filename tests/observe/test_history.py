@@ -101,6 +101,7 @@ def vars_of(candidate: Any) -> dict[str, Any]:
     return {field.name: getattr(candidate, field.name) for field in fields(candidate)}
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_loses_none_of_its_figures(tmp_path: Path) -> None:
     def made() -> int:
         path = tmp_path / "calls.txt"
@@ -274,6 +275,7 @@ def test_each_line_of_the_best_prompt_comes_from_the_step_whose_reflection_wrote
         assert line.change.step == line.step
 
 
+@pytest.mark.long
 def test_without_credit_assignment_a_line_comes_from_the_ancestor_that_had_it_first(tmp_path: Path) -> None:
     play(Rules(), 300, log_dir=str(tmp_path), search="pareto")
     history = read(tmp_path, replies=True)

@@ -152,6 +152,7 @@ with dspy.context(lm=task_lm(), callbacks=[LiveTable()] if {table} else []):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("table", "ends"), [(True, "AsyncGEPA: finished"), (False, "100%")])
 def test_a_notebook_that_is_saved_has_one_output_with_the_last_state(
     table: bool, ends: str, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ print({name.split(".")[0] for name in sys.modules} & {"mlflow", "opentelemetry",
 """
 
 
+@pytest.mark.long
 def test_nothing_of_a_tracker_is_imported_unless_it_is_asked_for() -> None:
     ran = subprocess.run([sys.executable, "-c", BARE], env=os.environ, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"

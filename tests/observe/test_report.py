@@ -267,6 +267,7 @@ def large_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.long
 def test_the_report_of_a_run_with_5000_rollouts_is_smaller_than_5_mb(large_run: Path) -> None:
     history = read(large_run)
     assert totals_of(history).by_role["task"].requests == 5000

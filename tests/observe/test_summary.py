@@ -122,6 +122,7 @@ play(World(seed=3), 120, num_threads=8, gepa_kwargs=on("on_candidate_accepted", 
 """
 
 
+@pytest.mark.long
 def test_the_bar_has_the_seed_the_best_and_its_end_and_lines_of_the_log_stand_alone() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", BAR],
@@ -150,6 +151,7 @@ for calls in (60, 120):
 """
 
 
+@pytest.mark.long
 def test_the_bar_of_a_run_that_goes_on_begins_where_that_was(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", RESUMED, str(tmp_path / "run")],
@@ -191,6 +193,7 @@ with dspy.context(lm=task):
 """
 
 
+@pytest.mark.long
 def test_the_bar_has_the_time_that_is_left_and_names_no_dollars_where_a_price_is_unknown() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", TIMED % PRICE],

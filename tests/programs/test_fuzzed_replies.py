@@ -187,6 +187,7 @@ def scored(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_
         return 0.0
 
 
+@pytest.mark.long
 @settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(replies, min_size=1, max_size=4), st.lists(replies, min_size=1, max_size=4))
 @example(["{" * 1000], ["{" * 1000])  # dspy's JSON parser recurses so deep that it raises what is no parse error

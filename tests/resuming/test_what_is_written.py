@@ -98,6 +98,7 @@ print(_data(ensure_loader([example])))
 """
 
 
+@pytest.mark.long
 def test_sets_and_bytes_in_examples_are_the_same_in_every_process() -> None:
     found: set[str] = set()
     for seed in ("1", "2"):
@@ -110,6 +111,7 @@ def test_sets_and_bytes_in_examples_are_the_same_in_every_process() -> None:
     assert len(found) == 1
 
 
+@pytest.mark.long
 def test_a_crossover_that_was_under_way_goes_on_where_further_ones_are_not_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

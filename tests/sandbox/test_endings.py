@@ -171,6 +171,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
         assert list(Path(directory).iterdir()) == []
 
 
+@pytest.mark.long
 @linux
 def test_a_fork_server_that_died_is_reaped_and_its_files_are_gone(temporary: Path) -> None:
     with lab() as box:
@@ -249,6 +250,7 @@ def test_smoke_examples_are_those_that_nobody_is_scored_on() -> None:
     assert [example.question for example in task_of(student, train, None).smoke_examples] == ["a", "b", "c", "d"]
 
 
+@pytest.mark.long
 def test_without_examples_apart_no_label_reaches_a_proposer() -> None:
     overlapping = search(Watched(), train=6, val=8, same=True).detailed_results
     traces = [trace for candidate in overlapping.candidates for trace in candidate.traces]

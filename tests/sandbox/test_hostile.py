@@ -98,6 +98,7 @@ def test_a_candidate_that_does_no_harm_is_run(either: Lab) -> None:
     assert either.is_well()
 
 
+@pytest.mark.long
 def test_an_endless_loop_ends_with_its_processor_time(either: Lab) -> None:
     assert "processor time" in failure_of(either, "while True: pass", "cpu")
 
@@ -359,6 +360,7 @@ def test_a_candidate_that_pretends_to_have_failed_is_believed(either: Lab) -> No
     assert len(failure_of(either, wire_code(body), "time")) <= 4000
 
 
+@pytest.mark.long
 def test_a_child_that_does_not_read_is_ended() -> None:
     """The host's answers fill the socket; the time is the candidate's."""
     message = b'{"lm":{"messages":[{"role":"user","content":"x"}]}}'
@@ -434,6 +436,7 @@ def test_attacks_end_soon(audited: Lab) -> None:
     assert outcome.cpu_seconds <= 2 * TIGHT.cpu_seconds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("body", [
     "while True: pass", "import os\nwhile True: os.fork()", "found = bytearray(10 * 2**30)", "import os; os.kill(1, 9)",
     "while True: print('x' * 2**16)", "import os; os.system('true')", "import ctypes; ctypes.CDLL(None)",

@@ -153,6 +153,7 @@ def home_of_another() -> Generator[Path]:
         yield Path(home)
 
 
+@pytest.mark.long
 def test_a_candidate_changes_nothing_of_what_belongs_to_the_user_who_runs_it(home_of_another: Path) -> None:
     """No mode, owner, time or attribute of the host's library: it would not import, or keep notes for later runs."""
     target = home_of_another / "dspy_flashevolve" / "engine" / "loop.py"

@@ -90,6 +90,7 @@ def test_the_async_calls_of_dspy_work_too(server: SimServer) -> None:
     assert task.metric(task.trainset(1)[0], result).score > 0.5
 
 
+@pytest.mark.long
 def test_dspy_gepa_improves_the_seed() -> None:
     task = HouseRules(reply_model=OBLIGING)
     with SimServer(seed=0, time_scale=50, reply_model=OBLIGING) as server:

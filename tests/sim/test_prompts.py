@@ -187,6 +187,7 @@ bodies = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=250, deadline=None)
 @given(payload=bodies | values)
 def test_no_json_makes_the_server_fail(payload: object) -> None:

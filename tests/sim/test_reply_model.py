@@ -182,6 +182,7 @@ def test_a_request_that_comes_again_is_answered_anew_by_a_model_that_resamples()
 # True scores
 
 
+@pytest.mark.long
 def test_the_true_score_is_what_a_large_sample_scores() -> None:
     for name in REPLY_MODELS:
         for rivals in (False, True):
