@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -18,8 +17,6 @@ from pydantic_core import to_jsonable_python
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.evoflux.schemas import Schema, faults_of, types_of, valid_schema
-
-logger = logging.getLogger(__name__)
 
 Effect = Literal["read", "idempotent", "write"]
 """What a call does: nothing; the same as two calls do; or something that must not happen twice."""
@@ -212,7 +209,4 @@ async def catalogue_of(
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigurationError(f"tools: {twice} are there more than once; give them other names. {CHECK!r} is taken.")
-    unknown = sorted(set(effects) - set(names)) if isinstance(effects, Mapping) else []
-    if unknown:
-        logger.warning("effects has %s, which are no tools now; the tools are %s.", unknown, names)
     return {tool.name: tool for tool in tools}
