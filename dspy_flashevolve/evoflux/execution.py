@@ -321,10 +321,11 @@ class Executor:
         """Make one call, a second time where it lost its answer and may be made twice; return its output and text."""
 
         async def in_time() -> Any:
-            with anyio.fail_after(self.timeout_seconds):
+            with anyio.move_on_after(self.timeout_seconds):
                 given = await call()
                 output = as_json(given)
                 return output, given if isinstance(given, str) and output != given else None
+            raise _NotRunError(f"no answer within {self.timeout_seconds:g} seconds", "timeout")
 
         output: Any = None
         text: str | None = None
@@ -335,8 +336,8 @@ class Executor:
             try:
                 output, text = await self.request(in_time)
                 break
-            except TimeoutError:
-                raise _NotRunError(f"no answer within {self.timeout_seconds:g} seconds", "timeout") from None
+            except _NotRunError:
+                raise
             except Exception as error:
                 if is_last or not isinstance(error, ConnectionError | EOFError):
                     raise _NotRunError(_text_of(error), "exception") from error

@@ -96,8 +96,12 @@ class DirectoryWorld:
     async def fork(self) -> DirectoryWorld:
         """See :class:`~.execution.World`."""
         place = Path(tempfile.mkdtemp(prefix="flashevolve-world-")) / self.directory.name
-        with anyio.CancelScope(shield=True):  # else a thread would go on copying what nobody deletes
-            await asyncio.to_thread(shutil.copytree, self.directory, place, symlinks=True)
+        try:
+            with anyio.CancelScope(shield=True):  # else a thread would go on copying what nobody deletes
+                await asyncio.to_thread(shutil.copytree, self.directory, place, symlinks=True)
+        except BaseException:
+            shutil.rmtree(place.parent, ignore_errors=True)
+            raise
         world = DirectoryWorld(place, self.servers)
         world._is_copy, world._server_of = True, self._server_of
         return world

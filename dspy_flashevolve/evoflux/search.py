@@ -166,7 +166,8 @@ class Search:
         self.settings, self.executor, self.stats = settings, executor, executor.stats
         self._planning, self._editing, self._request, self._tokens = planning, editing, request, tokens
         self._asked = {**inputs, "tools": "\n".join(spec.for_planner() for spec in executor.tools.values())}
-        self._repairer, self._is_alone = Repairer(executor.tools, inputs), is_alone
+        plain = {name: value for name, value in inputs.items() if isinstance(value, str | int | float | list | dict)}
+        self._repairer, self._is_alone = Repairer(executor.tools, plain), is_alone
         self._unreadable = "none yet"
         self.population: list[Candidate] = []
         """The best first."""

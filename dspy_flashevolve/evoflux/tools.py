@@ -148,18 +148,22 @@ def spec_of_mcp(session: Any, tool: Any, effect: Effect | None = None) -> ToolSp
 
 
 async def call_mcp(session: Any, name: str, arguments: Mapping[str, Any]) -> Any:
-    """Call a tool of an MCP session; return its structured content, else its text.
+    """Call a tool of an MCP session; return its structured content, else its text; of what is no text, its kind.
 
     Raises:
         RuntimeError: the server reported an error of the tool.
     """
     result = await session.call_tool(name, arguments=dict(arguments))
-    texts = [content.text for content in result.content if getattr(content, "type", "") == "text"]
-    if result.isError:
-        raise RuntimeError("; ".join(texts)[:2000] or "the server reported an error without a text")
-    if result.structuredContent is not None:
+    if result.structuredContent is not None and not result.isError:
         return result.structuredContent
-    return texts[0] if len(texts) == 1 else texts
+    found: list[Any] = []
+    for content in result.content:
+        holder = getattr(content, "resource", content)
+        text, kind = getattr(holder, "text", None), getattr(holder, "mimeType", None)
+        found.append(text if isinstance(text, str) else {"type": content.type, "mimeType": kind})
+    if result.isError:
+        raise RuntimeError("; ".join(map(str, found))[:2000] or "the server reported an error without a text")
+    return found[0] if len(found) == 1 else found
 
 
 async def check(value: Any, schema: dict[str, Any]) -> Any:

@@ -90,6 +90,55 @@ def test_a_parameter_that_may_be_anything_is_no_error() -> None:
     assert ask([node("a", "take")], [spec], edits=edits).execution.outputs == {"a": 3}
 
 
+def test_a_timeout_that_a_tool_raises_itself_is_told_in_its_words() -> None:
+    def query() -> str:
+        raise TimeoutError("database is locked")
+
+    made = ask([node("a", "query")], [query], max_candidates=1)
+    assert (made.execution.runs[0].fault, made.execution.runs[0].error) == (
+        "exception", "TimeoutError: database is locked",
+    )  # fmt: skip
+
+
+def test_an_input_that_is_no_json_is_no_value_for_a_parameter() -> None:
+    def look(image: Any) -> str:
+        return "seen"
+
+    program = Evoflux("image: dspy.Image, question -> answer", tools=[look], effects="read")
+    with dspy.context(lm=ScriptedPlanner([{"nodes": [node("a", "look")]}], [[node("a", "look", image=1)]]).lm):
+        made = run(lambda: program.acall(image=dspy.Image(url="data:image/png;base64,aaaa"), question="?"))
+    assert made.is_complete
+
+
+@pytest.mark.parametrize(
+    ("content", "output"),
+    [
+        ([SimpleNamespace(type="text", text="a")], "a"),
+        ([SimpleNamespace(type="resource", resource=SimpleNamespace(text="b", mimeType="text/plain"))], "b"),
+        (
+            [SimpleNamespace(type="image", data="aaaa", mimeType="image/png")],
+            {"type": "image", "mimeType": "image/png"},
+        ),
+        ([], []),
+    ],
+)
+def test_what_a_server_answers_is_never_dropped_in_silence(content: list[Any], output: Any) -> None:
+    class Session:
+        async def call_tool(self, name: str, arguments: Any) -> Any:
+            return SimpleNamespace(content=content, isError=False, structuredContent=None)
+
+    assert asyncio.run(tools.call_mcp(Session(), "x", {})) == output
+
+
+def test_a_copy_that_fails_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("shutil.copytree", lambda *given, **more: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(DirectoryWorld(tmp_path / "data", {}).fork())
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
 def test_where_a_check_says_no_nothing_is_written() -> None:
     ledger = Ledger()
     made = ask(
