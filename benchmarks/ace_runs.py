@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from dspy_flashevolve.sim import ReplyModel
 from dspy_flashevolve.sim.profiles import Profile, profile_named
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
+CURVE_POINTS = 30
 EPOCHS = 1000
 """So many that time is what ends a run."""
 
@@ -53,6 +54,8 @@ class Row:
         problems: Kind -> replies, or parts of them, that could not be used; drained.
         additions: Stale additions, by what became of them; drained.
         snapshots: Second, version, score of each validation; drained.
+        curve: Second, metric calls, validated score and true score (on examples that nobody saw) of the best playbook
+            then, at `CURVE_POINTS` moments up to the limit; empty on a real server.
         error: What ended the run early; empty when nothing did.
     """
 
@@ -78,6 +81,7 @@ class Row:
     problems: dict[str, int] = field(default_factory=dict)
     additions: dict[str, int] = field(default_factory=dict)
     snapshots: list[list[float]] = field(default_factory=list)
+    curve: list[list[float]] = field(default_factory=list)
     error: str = ""
 
     @property
@@ -111,16 +115,22 @@ def optimizer_for(row: Row, metric: Callable[..., Any], reflection_lm: dspy.LM) 
 def virtually(row: Row) -> Row:
     """One run in virtual time."""
     logging.getLogger("dspy").setLevel(logging.CRITICAL)
-    data, profile, reply_model = _simulated(row)
+    data, profile, reply_model, true_score = _simulated(row)
     model = SimulatedModel(profile, seed=row.seed, reply_model=reply_model)
 
     async def main() -> Row:
         loop = asyncio.get_running_loop()
-        began, lm, at_limit = loop.time(), model.lm(), list[Row]()
+        began, lm, at_limit, curve = loop.time(), model.lm(), list[Row](), list[list[float]]()
         optimizer = optimizer_for(row, data.metric, lm)
 
         async def read() -> None:
-            await asyncio.sleep(row.limit)
+            for _ in range(CURVE_POINTS):
+                await asyncio.sleep(row.limit / CURVE_POINTS)
+                now, best = read_at_limit(row, optimizer), optimizer.best_so_far()
+                if best is not None and now.best_score is not None:
+                    texts = {name: predictor.signature.instructions for name, predictor in best.named_predictors()}
+                    score = round(true_score(texts), 4)
+                    curve.append([round(loop.time() - began, 3), now.metric_calls, now.best_score, score])
             at_limit.append(read_at_limit(row, optimizer))
 
         reading = asyncio.ensure_future(read())
@@ -132,12 +142,12 @@ def virtually(row: Row) -> Row:
         finally:
             reading.cancel()
         read_now = at_limit[0] if at_limit else read_at_limit(row, optimizer)
-        return drained(read_now, program.async_stats, loop.time() - began)
+        return replace(drained(read_now, program.async_stats, loop.time() - began), curve=curve)
 
     return run(main)
 
 
-def _simulated(row: Row) -> tuple[Data, Profile, ReplyModel]:
+def _simulated(row: Row) -> tuple[Data, Profile, ReplyModel, Callable[[Mapping[str, str]], float]]:
     kind = task_kind("few" if row.task in workload_names() else row.task)
     task, profile = kind.task(row.seed, row.model), profile_named(row.backend)
     if row.task not in workload_names():
@@ -145,10 +155,12 @@ def _simulated(row: Row) -> tuple[Data, Profile, ReplyModel]:
             Data(task.program(), task.metric, task.trainset(row.train), task.valset(row.val)),
             profile,
             task.reply_model,
+            lambda texts: task.true_score(list(texts.values())),
         )
     named = workload_named(row.task, train=row.train, val=row.val, test=0, seed=row.seed)
     ruled = simulated(named, task)
-    return Data.of(ruled), ruled.profile(profile), task.reply_model
+    assert ruled.true_score is not None
+    return Data.of(ruled), ruled.profile(profile), task.reply_model, ruled.true_score
 
 
 def on_server(row: Row, task_lm: dspy.LM, reflection_lm: dspy.LM, adapter: dspy.Adapter) -> Row:

@@ -31,6 +31,10 @@ def test_a_run_is_read_at_its_limit_and_drained() -> None:
     assert run.validations == len(at_limit) < len(run.snapshots)
     assert run.total_seconds > 40.0
     assert run.final_score == max(score for *_, score in run.snapshots)
+    assert [point[0] for point in run.curve] == sorted(point[0] for point in run.curve)
+    assert run.curve[-1][2] == run.best_score
+    assert all(0 <= true <= 1 for *_, true in run.curve)
+    assert run.curve[-1][3] > run.curve[0][3], "it learns"
 
 
 def test_a_run_that_fails_says_why() -> None:
