@@ -196,11 +196,12 @@ class Evoflux(dspy.Module):
 
     def forward(self, **inputs: Any) -> dspy.Prediction:
         """Answer from synchronous code, on an event loop of its own. In a run's slot it makes one request at a time."""
-        requests = self.requests if current_slot() is None else Requests(1)
+        is_alone = current_slot() is None
+        requests = self.requests if is_alone else Requests(1)
 
         def run() -> dspy.Prediction:
             with in_slot(None):  # the slot belongs to another loop; this thread keeps it
-                return asyncio.run(self._answer(inputs, requests))
+                return asyncio.run(self._answer(inputs, requests, is_alone))
 
         try:
             asyncio.get_running_loop()
@@ -214,9 +215,9 @@ class Evoflux(dspy.Module):
 
     async def aforward(self, **inputs: Any) -> dspy.Prediction:
         """Answer; many questions at once share the slots."""
-        return await self._answer(inputs, self.requests)
+        return await self._answer(inputs, self.requests, current_slot() is None)
 
-    async def _answer(self, inputs: Mapping[str, Any], requests: Requests) -> dspy.Prediction:
+    async def _answer(self, inputs: Mapping[str, Any], requests: Requests, is_alone: bool) -> dspy.Prediction:
         fields = self.signature.input_fields.items()
         missing = [name for name, field in fields if name not in inputs and field.is_required()]
         if missing:
@@ -235,7 +236,6 @@ class Evoflux(dspy.Module):
                     timeout_seconds=self.tool_timeout_seconds,
                     stats=stats,
                 )
-                is_alone = current_slot() is None
                 predictors = self.plan, self.edit
                 search = Search(
                     self.settings, *predictors, asked, executor, request, lambda: tokens_of(usage), is_alone
@@ -248,7 +248,11 @@ class Evoflux(dspy.Module):
                 try:
                     outputs = await self._write(asked, execution, partial(request, "answer", step))
                 except Exception as error:
-                    if not any(tools[run.tool].effect == "write" for run in execution.runs if run.status == "ran"):
+                    has_written = any(
+                        tools[run.tool].effect == "write" for run in execution.runs if run.status == "ran"
+                    )
+                    # A run around this one must not score an error of the provider.
+                    if not has_written or (isinstance(error, dspy.LMError) and not is_alone):
                         raise
                     # Who asks again would have it written twice.
                     stats.answer_error = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]

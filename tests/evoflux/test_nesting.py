@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import anyio
@@ -13,8 +14,9 @@ from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.evoflux import Evoflux
 from dspy_flashevolve.evoflux.search import QueryStep
+from dspy_flashevolve.programs.function_lm import lm_of
 from dspy_flashevolve.sim.virtual import run
-from tests.evoflux.worlds import GOOD, READS, TOOLS, ScriptedPlanner
+from tests.evoflux.worlds import GOOD, READS, TOOLS, ScriptedPlanner, reply_for
 from tests.fakes import reflection_lm
 
 PARALLEL = {"nodes": [{"id": f"n{number}", "tool": "wait", "parameters": {"number": number}} for number in range(6)]}
@@ -83,6 +85,41 @@ def test_questions_at_the_same_time_share_the_slots() -> None:
         made = run(main)
     assert most == 4
     assert all(each.is_complete for each in made)
+
+
+@pytest.mark.parametrize("is_sync", [False, True])
+@pytest.mark.parametrize("fails", ["removed", "evidence"])
+def test_inside_another_run_an_error_of_the_provider_is_that_runs(is_sync: bool, fails: str) -> None:
+    """Alone the search ends with what was found, and an answer after a write is None; here both would be scored."""
+
+    def reply(prompt: str) -> str:
+        if f"[[ ## {fails} ## ]]" in prompt:
+            raise ConnectionError("429 too many requests")
+        if "[[ ## nodes ## ]]" in prompt:
+            tools = ["fail"] if fails == "removed" else ["write"]
+            return reply_for(prompt, nodes=json.dumps([{"id": tool, "tool": tool} for tool in tools]))
+        return reply_for(prompt, answer="done", citations="[]")
+
+    def write() -> str:
+        return "written"
+
+    def fail() -> str:
+        raise ValueError("no")
+
+    program = Evoflux("question -> answer", tools=[write, fail], effects={"fail": "read"}, without=["edits"])
+
+    async def main() -> Any:
+        outer = Scheduler(1, ["rollout"], clock=asyncio.get_running_loop().time)
+
+        async def ask() -> Any:
+            if is_sync:
+                return await asyncio.to_thread(program, question="?")
+            return await program.acall(question="?")
+
+        return await outer.run("rollout", QueryStep(), ask)
+
+    with dspy.context(lm=lm_of(reply, "lm")), pytest.raises(dspy.LMError, match="429"):
+        asyncio.run(main())
 
 
 def test_gepa_optimizes_its_predictors() -> None:
