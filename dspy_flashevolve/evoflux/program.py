@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import anyio
 import dspy
+from dspy.utils.exceptions import AdapterParseError
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
@@ -252,7 +253,7 @@ class Evoflux(dspy.Module):
                         tools[run.tool].effect == "write" for run in execution.runs if run.status == "ran"
                     )
                     # A run around this one must not score an error of the provider.
-                    if not has_written or (isinstance(error, dspy.LMError) and not is_alone):
+                    if not has_written or not (is_alone or isinstance(error, AdapterParseError)):
                         raise
                     # Who asks again would have it written twice.
                     stats.answer_error = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
