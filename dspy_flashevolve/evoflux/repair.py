@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any, cast
 
-from dspy_flashevolve.evoflux.execution import Execution
+from dspy_flashevolve.evoflux.execution import Execution, Fault
 from dspy_flashevolve.evoflux.schemas import Path, Schema, can_fit, faults_of, field_schema, properties_of
 from dspy_flashevolve.evoflux.tools import CHECK, ToolSpec
 from dspy_flashevolve.evoflux.workflow import Complaint, Node, Reference, Workflow
@@ -23,6 +23,9 @@ LIKENESS = 0.55
 "name" have .62, "query" and "limit" .20."""
 SURE = 0.75
 """Similarity from which a parameter is filled from a field: with less, "amount" took an item's "count" (.73)."""
+CLEAR = 0.05
+"""Of two tools whose names are alike by less than this difference, and that both take what is given, an LM has to say
+which one is meant: "run_query" is like "read_query" by .74 and like "write_query" by .70."""
 _ROUNDS = 8
 """Repairs follow on each other (a tool is named right, then its parameters); more rounds than that go in circles."""
 
@@ -88,20 +91,22 @@ class Repairer:
         Args:
             everywhere: edit nodes that ran, too. Only where a goal is checked does that tell better from worse.
         """
-        failed = {run.node for run in execution.failures}
+        failed: dict[str, Fault] = {run.node: run.fault for run in execution.failures}
         for node in sorted(workflow.nodes, key=lambda node: (node.id not in failed, rng.random())):
             if everywhere or node.id in failed:
-                edited = list(self._edits_at(workflow, node))
+                edited = list(self._edits_at(workflow, node, failed.get(node.id, "")))
                 rng.shuffle(edited)
                 yield from edited
 
-    def _edits_at(self, workflow: Workflow, node: Node) -> Iterator[Workflow]:
+    def _edits_at(self, workflow: Workflow, node: Node, fault: Fault) -> Iterator[Workflow]:
         spec = self.tools.get(node.tool)
         others = [other for name, other in self.tools.items() if name not in (node.tool, CHECK)]
         later = dependants(workflow, node.id)
-        for other in others:  # swap the tool for one that has a parameter of the node, or needs none
-            known = properties_of(other.input_schema)
-            if set(node.parameters) & set(known) or not known:
+        # Swap the tool for one that takes all that the node gives, so that what was meant is not lost. One that needs
+        # less is no answer to a parameter that is missing.
+        is_tool_at_fault = bool(node.parameters) and fault not in ("arguments", "reference")
+        for other in others if is_tool_at_fault else ():
+            if set(node.parameters) <= set(properties_of(other.input_schema)):
                 yield with_node(workflow, node, node.changed(tool=other.name))
         if spec is None:
             return
@@ -155,15 +160,19 @@ class Repairer:
         return workflow if value is None else with_node(workflow, node, with_parameter(node, path, value))
 
     def _tool_like(self, node: Node) -> str | None:
-        """Return the tool that a node most likely means: by its name, then by its parameters' names."""
+        """Return the tool that a node most likely means, by name and parameters; None where two may be meant."""
         given = set(node.parameters)
+        known = {name: set(properties_of(spec.input_schema)) for name, spec in self.tools.items() if name != CHECK}
+        likeness = {name: alike(node.tool, name) for name in known}
 
         def fit(name: str) -> float:
-            known = set(properties_of(self.tools[name].input_schema))
-            return alike(node.tool, name) + len(given & known) / max(1, len(given | known))
+            return likeness[name] + len(given & known[name]) / max(1, len(given | known[name]))
 
-        best = max((name for name in self.tools if name != CHECK), key=fit, default=None)
-        return best if best is not None and fit(best) >= LIKENESS else None
+        best = max(known, key=fit, default=None)
+        if best is None or fit(best) < LIKENESS:
+            return None
+        rivals = [name for name in known if likeness[name] > likeness[best] - CLEAR and given <= known[name]]
+        return best if set(rivals) <= {best} else None
 
     def _value_for(self, workflow: Workflow, node: Node, path: Path, wanted: Schema) -> Any:
         """Find a value for a parameter that is missing or wrong; None where nothing suggests one."""
