@@ -319,7 +319,7 @@ METHODS: dict[str, Method] = {
     "static repair only": Method({"max_candidates": 1, "without": WITHOUT[1:], "width": 1}),
     "Evoflux, lockstep": Method({"width": 1}),
     "Evoflux, lockstep, tasks together": Method({"width": 1}, is_together=True),
-    "Evoflux, default, one task at a time": Method({}),
+    "Evoflux, two at once, one task at a time": Method({"width": 2}),
     "Evoflux, async, one task at a time": Method({"width": 4}),
     "Evoflux, async, tasks together": Method({"width": 4}, is_together=True),
     **{
