@@ -98,5 +98,5 @@ def test_staleness_says_what_becomes_of_a_candidate_whose_parent_is_behind(stale
     plans = [{"nodes": [{"id": "a", "tool": "never", "parameters": {"number": n}}]} for n in range(60)]
     policy = Guarded(0, looks=("before_commit",)) if staleness == "guarded" else Full()
     planner = ScriptedPlanner(plans, [[each["nodes"][0]] for each in plans[30:]])
-    made = ask(planner, [never], "read", staleness=policy, max_candidates=16)
+    made = ask(planner, [never], "read", staleness=policy, max_candidates=16, width=4)
     assert (made.stats.discarded > 0) == are_discarded
