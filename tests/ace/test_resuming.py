@@ -50,7 +50,7 @@ def wrongs(directory: Path) -> Iterator[str]:
         kept = json.loads(text)
         book, counts = Playbook.from_dict(kept["playbook"]), kept["counts"]
         tagged = sum(bullet.helpful + bullet.harmful for bullet in book.bullets)
-        is_mixed = "said already" in counts["problems"] or "remove" in counts["operations"]
+        is_mixed = "said already" in counts["problems"] or "remove" in counts["operations"] or counts["rolled_back"]
         if not is_mixed and tagged != sum(counts["tags"].values()):
             yield f"the bullets have {tagged} tags, {counts['tags']} were counted"
         [(ended,)] = rows(directory, "SELECT COUNT(*) FROM ends WHERE way IN ('committed', 'rejected')")

@@ -43,7 +43,7 @@ class Reflection:
         return reply(prompt, edits=[{"action": "add", "part": 1, "text": self._adds(next(self._rules)), "reason": ""}])
 
 
-def compiled(reflection: Callable[[str], str], calls: int = 130, model_name: str = "fake/model", **options: Any) -> Any:
+def compiled(reflection: Callable[[str], str], calls: int = 79, model_name: str = "fake/model", **options: Any) -> Any:
     options = {"reflection_lm": fake_lm(reflection), **options}
     answers = task_lm(0)
     options["reflection_lm"].model = answers.model = model_name
@@ -67,7 +67,7 @@ def tidy(text: str) -> str:
     return "Answer.\n\n## Rules\n" + "\n".join(f"- {rule}" for rule in sorted(rules_in(text)))
 
 
-@pytest.mark.parametrize("calls", [79, 130])
+@pytest.mark.parametrize("calls", [79, pytest.param(130, marks=pytest.mark.long)])
 def test_a_prompt_that_has_grown_is_written_anew_and_the_clean_text_is_returned_where_both_score_alike(
     calls: int,
 ) -> None:
@@ -98,7 +98,7 @@ def test_a_consolidation_that_loses_what_was_learnt_is_not_returned(
 
 
 def test_children_that_help_join_without_a_screen_and_all_calls_buy_reflections() -> None:
-    program = compiled(Reflection(tidy), calls=150)
+    program = compiled(Reflection(tidy))
     stats = program.async_stats
     unscreened = sum(n for reason, n in stats.end_reasons.items() if reason.startswith("its edits are in the head"))
     assert unscreened > stats.proposals / 3
@@ -136,7 +136,7 @@ def test_a_reflection_reads_as_many_examples_as_the_budget_pays_twelve_reflectio
 
 
 def test_children_that_do_not_help_are_screened_to_the_end() -> None:
-    program = compiled(Reflection(tidy, adds="- hint {}".format), calls=150)
+    program = compiled(Reflection(tidy, adds="- hint {}".format))
     stats = program.async_stats
     assert stats.proposals > 5
     assert not [reason for reason in stats.end_reasons if reason.startswith("its edits are in the head")]
@@ -159,7 +159,7 @@ def test_with_a_slow_reflection_lm_eight_reflections_are_under_way_within_second
     """60 seconds a reflection, 32 slots, a budget for 600 metric calls; rollouts take no time here."""
     engine, answer = SlowEngine(Reflection(tidy)), Reflection(tidy)
     lm = dspy.LM("fake/slow", engine=FakeEngine(answer), async_engine=engine, cache=False, num_retries=0)
-    optimizer = AsyncGEPA(score, max_metric_calls=600, max_seconds=65, reflection_lm=lm, num_threads=32, seed=0)
+    optimizer = AsyncGEPA(score, max_metric_calls=600, max_seconds=10, reflection_lm=lm, num_threads=32, seed=0)
     began: list[float] = []
 
     async def main() -> Any:
@@ -200,12 +200,12 @@ def test_no_text_is_written_anew_once_max_cost_is_spent() -> None:
     price = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
     litellm.register_model({"priced": price})
     asked: dict[float, list[str]] = {}
-    for dollars in (1e-3, 1.0):
+    for dollars in (6e-4, 1.0):
         reflection = Reflection(tidy)
         program = compiled(reflection, model_name="priced", max_cost=dollars)
-        assert len(rules_in(text_of(program))) > 6, "the last head has grown"
+        assert len(rules_in(text_of(program))) > 3, "the last head has grown"
         asked[dollars] = reflection.consolidated
-    assert not asked[1e-3]
+    assert not asked[6e-4]
     assert asked[1.0]
 
 
@@ -249,7 +249,7 @@ def test_what_rewrites_that_were_made_at_the_same_time_know_comes_together_in_on
     assert len(set(joined)) == len(joined), "none is validated twice"
 
 
-@pytest.mark.parametrize("calls", [200, pytest.param(600, marks=pytest.mark.long)])
+@pytest.mark.parametrize("calls", [100, pytest.param(600, marks=pytest.mark.long)])
 @pytest.mark.parametrize("joins", [lambda text, others: "Answer.", lambda text, others: "", lambda text, others: text])
 def test_a_text_that_joins_nothing_is_not_returned_and_none_is_validated_twice(
     joins: Callable[[str, str], str], calls: int
@@ -295,7 +295,7 @@ def feedback_on(names: str) -> Any:
 
 def test_where_one_predictor_gets_no_feedback_the_others_are_reflected_on() -> None:
     optimizer = AsyncGEPA(
-        feedback_on("steps[0]"), max_metric_calls=150, reflection_lm=fake_lm(Reflection(tidy)), num_threads=8,
+        feedback_on("steps[0]"), max_metric_calls=60, reflection_lm=fake_lm(Reflection(tidy)), num_threads=8,
         component_selector="all", track_stats=True,
     )  # fmt: skip
 
