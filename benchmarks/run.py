@@ -51,6 +51,10 @@ ALIASES = {"combee": "combee-9"}
 """Short names of methods, as they are typed; rows have the full ones."""
 EDITS = "gepa-edits"
 """dspy.GEPA with AsyncGEPA's proposer, which asks for edits."""
+PLAYBOOKS = {"ace": "async", "ace-lockstep": "lockstep"}
+"""AsyncACE, and ACE's reference loop: the reflection model is its reflector and its curator."""
+EPOCHS = 1000
+"""So many that the limits are what ends a run of ACE."""
 STUDENT = "text-student"
 FILE = "file:"
 COLUMNS = (
@@ -209,7 +213,9 @@ def definition_of(setting: Setting, name: str, seed: int) -> Definition:
 
 
 def chosen(name: str) -> Method:
-    """The method of that name, `gepa-edits` among them; raises `ValueError` for a name that is none."""
+    """The method of that name, `gepa-edits` and ACE's among them; raises `ValueError` for a name that is none."""
+    if name in PLAYBOOKS:
+        return Method(name, partial(_playbooks, PLAYBOOKS[name]))
     if name != EDITS:
         return method(name)
 
@@ -220,6 +226,22 @@ def chosen(name: str) -> Method:
         return dspy.GEPA(**gepa_arguments(workload, limits, recorder), instruction_proposer=proposer)
 
     return Method(EDITS, build)
+
+
+def _playbooks(schedule: Any, workload: Workload, limits: Limits, recorder: Recorder) -> Any:
+    from dspy_flashevolve import AsyncACE
+
+    return AsyncACE(
+        workload.metric,
+        reflector_lm=workload.reflection_lm,
+        curator_lm=workload.reflection_lm,
+        epochs=EPOCHS,
+        num_threads=limits.slots,
+        schedule=schedule,
+        max_metric_calls=limits.metric_calls,
+        max_seconds=limits.seconds,
+        seed=limits.seed,
+    )
 
 
 @contextmanager
@@ -275,23 +297,18 @@ def run(setting: Setting, name: str, seed: int) -> Run:
         except Exception as error:
             return _with(blank, seconds=time.monotonic() - began, error=f"{type(error).__name__}: {error}")
         seconds = time.monotonic() - began
-        results = program.detailed_results
         answered, asked = replace(task_lm.tally), replace(reflection_lm.tally)  # as they are before the test
         judge = partial(judged, drawn.testset, drawn.metric, task_lm, setting.slots)
         returned = texts_of(program)
-        scores = (
-            {index: judge(candidate) for index, candidate in enumerate(results.candidates)}
-            if setting.task_model == STUDENT
-            else {}
-        )
+        candidates = validated(program, judge if setting.task_model == STUDENT else None)
         test = judge(program)
         stats = getattr(program, "async_stats", None)
         return _with(
             blank,
             test=sum(test) / len(test),
             test_error=standard_error(test),
-            validated=max(results.val_aggregate_scores),
-            calls=recorder.trajectory.end.metric_calls,
+            validated=max(candidate.validated for candidate in candidates),
+            calls=stats.metric_calls if name in PLAYBOOKS else recorder.trajectory.end.metric_calls,
             seconds=seconds,
             reflections=asked.requests,
             reflection_read=asked.read,
@@ -301,15 +318,21 @@ def run(setting: Setting, name: str, seed: int) -> Run:
             reflection_tokens_read=asked.tokens_read,
             reflection_tokens_written=asked.tokens_written,
             dollars=answered.dollars + asked.dollars,
-            candidates=[
-                Candidate(score, mean(scores.get(index)), texts_of(candidate))
-                for index, (candidate, score) in enumerate(
-                    zip(results.candidates, results.val_aggregate_scores, strict=True)
-                )
-            ],
+            candidates=candidates,
             returned=returned,
             summary="" if stats is None else str(stats),
         )
+
+
+def validated(program: Any, judge: Callable[[Any], list[float]] | None) -> list[Candidate]:
+    """The validated candidates of a run; a validated playbook of ACE without its texts, which are not kept."""
+    if not hasattr(program, "detailed_results"):
+        return [Candidate(snapshot.score, None, {}) for snapshot in program.async_stats.snapshots]
+    results = program.detailed_results
+    return [
+        Candidate(score, mean(judge(candidate)) if judge is not None else None, texts_of(candidate))
+        for candidate, score in zip(results.candidates, results.val_aggregate_scores, strict=True)
+    ]
 
 
 def light_budget(workload: NamedWorkload, reflection_lm: dspy.LM) -> int:
@@ -396,7 +419,10 @@ def cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return lines
 
 
-LABELS = {"gepa-independent-5": "five at once", "gepa": "dspy.GEPA", "combee-9": "Combee", "async": "AsyncGEPA"}
+LABELS = {
+    "ace": "AsyncACE", "ace-lockstep": "ACE", "gepa-independent-5": "five at once", "gepa": "dspy.GEPA",
+    "combee-9": "Combee", "async": "AsyncGEPA",
+}  # fmt: skip
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -22,9 +22,9 @@ from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE
 from tests.ace.child import SLOTS, VAL, SlowChain, facts, replies, run
 from tests.fakes import digits, examples, fake_lm, hashed, reply_for
-from tests.killing import finished, killed_after
+from tests.killing import killed_after
 
-TRAIN = examples("t", 16)
+TRAIN = examples("t", 10)
 SPAN_SECONDS = 0.35
 """Longest time from the first metric call of a process to its end."""
 
@@ -90,7 +90,7 @@ def uninterrupted() -> tuple[Any, Refusing]:
     return compiled(None, schedule="lockstep")
 
 
-@pytest.mark.parametrize("at", [1, 12, 60])
+@pytest.mark.parametrize("at", [1, 12, 40])
 def test_lockstep_aborted_anywhere_goes_on_as_if_it_had_not_been(
     tmp_path: Path, at: int, uninterrupted: tuple[Any, Refusing]
 ) -> None:
@@ -123,13 +123,13 @@ def test_lockstep_aborted_again_and_again_goes_on_as_if_it_had_not_been(
 
 @pytest.mark.parametrize("staleness", ["full", "guarded"])
 def test_aborted_samples_run_again_with_what_was_paid_for_them(tmp_path: Path, staleness: str) -> None:
-    for at in (25, 30):
+    for at in (15, 20):
         with pytest.raises(RunAbortedError):
             compiled(tmp_path / "run", at, staleness=staleness)
         assert list(wrongs(tmp_path)) == []
     program, _ = compiled(tmp_path / "run", staleness=staleness)
     stats = program.async_stats
-    assert stats.samples == stats.operations["add"] == 16
+    assert stats.samples == stats.operations["add"] == len(TRAIN)
     assert "said already" not in stats.problems
     assert list(wrongs(tmp_path)) == []
 
@@ -148,16 +148,16 @@ def test_merges_are_kept_and_no_sample_is_lost_or_applied_twice_for_them(tmp_pat
         return [[float(hashed(text) % 4 == topic) for topic in range(4)] for text in texts]
 
     refining: dict[str, Any] = {"refinement": "proactive", "deduplicate": 0.9, "embedder": topics}
-    for at in (45, 50, 55):
+    for at in (25, 30):
         with pytest.raises(RunAbortedError):
             compiled(tmp_path / "run", at, schedule=schedule, reply=merging_replies, **refining)
         assert list(wrongs(tmp_path)) == []
     program, asked = compiled(tmp_path / "run", schedule=schedule, reply=merging_replies, **refining)
     operations = program.async_stats.operations
     assert program.async_stats.samples == operations["add"] == len(TRAIN)
-    assert operations["merge"] > 4
+    assert operations["merge"] > 2
     assert list(wrongs(tmp_path)) == []
-    assert asked.calls < 200, "what was answered before is not asked again"
+    assert asked.calls < 120, "what was answered before is not asked again"
 
 
 def test_a_run_that_is_over_pays_nothing_more_and_goes_on_with_more_epochs(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_run_that_is_over_pays_nothing_more_and_goes_on_with_more_epochs(tmp_p
     assert facts(again) == facts(first)
     assert asked.calls == 0
     more, asked = compiled(tmp_path / "run", epochs=2)
-    assert (first.async_stats.samples, more.async_stats.samples) == (16, 32)
+    assert (first.async_stats.samples, more.async_stats.samples) == (10, 20)
     assert asked.calls > 0
     assert [snapshot.version for snapshot in more.async_stats.snapshots][: len(first.async_stats.snapshots)] == [
         snapshot.version for snapshot in first.async_stats.snapshots
@@ -174,10 +174,10 @@ def test_a_run_that_is_over_pays_nothing_more_and_goes_on_with_more_epochs(tmp_p
 
 
 def test_a_run_at_the_end_of_its_budget_goes_on_with_a_larger_one(tmp_path: Path) -> None:
-    small, _ = compiled(tmp_path / "run", max_metric_calls=40)
-    assert small.async_stats.metric_calls <= 40
-    larger, _ = compiled(tmp_path / "run", max_metric_calls=80)
-    assert small.async_stats.metric_calls < larger.async_stats.metric_calls <= 80
+    small, _ = compiled(tmp_path / "run", max_metric_calls=25)
+    assert small.async_stats.metric_calls <= 25
+    larger, _ = compiled(tmp_path / "run", max_metric_calls=50)
+    assert small.async_stats.metric_calls < larger.async_stats.metric_calls <= 50
     assert larger.async_stats.samples > small.async_stats.samples
     assert list(wrongs(tmp_path)) == []
 
@@ -190,7 +190,7 @@ def test_a_playbook_in_which_a_secret_was_written_goes_on_without_it(tmp_path: P
         with dspy.context(lm=fake_lm(answer)):
             optimizer = AsyncACE(digits, log_dir=tmp_path / "run", epochs=epochs, num_threads=4, max_rounds=1)
             program: Any = optimizer.compile(SlowChain(), trainset=TRAIN, valset=VAL)
-        assert program.async_stats.samples == 16 * epochs
+        assert program.async_stats.samples == len(TRAIN) * epochs
     assert b"sk-abcdefgh12345678ijkl" not in (tmp_path / "run" / FILE).read_bytes()
 
 
@@ -202,7 +202,7 @@ class Other(SlowChain):
     ("change", "named"),
     [
         ({"student": Other()}, "program was SlowChain, is Other"),
-        ({"trainset": examples("x", 24)}, "trainset was 16 examples"),
+        ({"trainset": examples("x", 24)}, "trainset was 10 examples"),
         ({"metric": lambda gold, pred: 0.5}, "metric was digits"),
         ({"seed": 7}, "seed has changed"),
         ({"schedule": "lockstep", "num_threads": None}, r"order of the samples \(by schedule\) has changed"),
@@ -249,7 +249,8 @@ def survives(directory: Path, staleness: str, samples: int, kills: int, seed: in
         if ended < applied or snapshots < scored:
             yield f"kill {done} lost what had been applied or scored"
         applied, scored = ended, snapshots
-    result = finished(*module)
+    program = run(directory, staleness, samples)
+    result = json.loads(json.dumps({**facts(program), "calls": program.async_stats.metric_calls}))
     yield from wrongs(directory)
     if result["samples"] != samples:
         yield f"{result['samples']} samples were applied, {samples} there were"
@@ -283,7 +284,7 @@ def survives(directory: Path, staleness: str, samples: int, kills: int, seed: in
 def test_a_killed_run_goes_on_and_applies_every_sample_once_and_pays_nothing_twice(
     tmp_path: Path, staleness: str, kills: int
 ) -> None:
-    assert list(survives(tmp_path, staleness, samples=40, kills=kills, seed=1)) == []
+    assert list(survives(tmp_path, staleness, samples=24, kills=kills, seed=1)) == []
 
 
 @pytest.mark.slow

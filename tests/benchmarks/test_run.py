@@ -279,6 +279,19 @@ def test_the_search_alone_is_counted(server: SimServer, tmp_path: Path, monkeypa
     assert many["task_tokens_read"] == pytest.approx(read, rel=0.2), "20 more rollouts would add 80%"
 
 
+def test_ace_and_its_lockstep_are_judged_as_the_others_are(
+    server: SimServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHEVOLVE_DATA", str(tmp_path / "data"))
+    assert main([*command("aime", server, tmp_path), "--calls", "30", "--methods", "ace", "ace-lockstep"]) == 0
+    for row in [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]:
+        assert 20 < row["calls"] <= 30
+        assert 0 <= row["test"] <= 1
+        assert row["reflections"] > 0
+        assert len(row["candidates"]) > 1
+        assert row["validated"] == max(candidate["validated"] for candidate in row["candidates"])
+
+
 def test_rows_without_tokens_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["symptom2disease-coded", "--reflection-model", "file:REPLIES", "--calls", "400", "--report"]
     assert main(asked) == 0

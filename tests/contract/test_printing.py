@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import re
@@ -47,11 +48,11 @@ def test_at_equal_metric_calls_a_run_prints_no_more_than_dspy_gepa(
     shown: Shown, capsys: pytest.CaptureFixture[str], compile_ours: Any, seed: int
 ) -> None:
     with dspy.context(lm=task_lm()):
-        theirs = dspy.GEPA(digits, max_metric_calls=90, num_threads=4, reflection_lm=reflection_lm(), seed=seed)
+        theirs = dspy.GEPA(digits, max_metric_calls=50, num_threads=4, reflection_lm=reflection_lm(), seed=seed)
         theirs.compile(Chain(), trainset=TRAIN, valset=VAL)
         printed, lines = capsys.readouterr(), shown.lines
         shown.lines = []
-        compile_ours(90, seed=seed)
+        compile_ours(50, seed=seed)
     ours = capsys.readouterr()
     assert ours.out == ""
     assert len(ours.out + ours.err) < len(printed.out + printed.err)
@@ -61,7 +62,7 @@ def test_at_equal_metric_calls_a_run_prints_no_more_than_dspy_gepa(
 def test_the_bars_of_all_runs_share_one_thread() -> None:
     before = {one for one in threading.enumerate() if one.name == "tqdm_monitor"}
     for _ in range(3):
-        compiled(30)
+        compiled(12)
     assert len({one for one in threading.enumerate() if one.name == "tqdm_monitor"} - before) <= 1
 
 
@@ -76,14 +77,15 @@ SCORES = {
 """What people read out of the log of dspy.GEPA."""
 
 
+@functools.cache
 def lines_of(kind: Any, **options: Any) -> list[str]:
-    """The lines of iterations that a run logs."""
+    """The lines of iterations that a run logs, which is made once."""
     handler = Shown()
     log = logging.getLogger("dspy.teleprompt.gepa.gepa")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        settings: dict[str, Any] = {"max_metric_calls": 150, "num_threads": 4, "reflection_lm": reflection_lm()}
+        settings: dict[str, Any] = {"max_metric_calls": 100, "num_threads": 4, "reflection_lm": reflection_lm()}
         with dspy.context(lm=task_lm()):
             kind(digits, **settings, **options).compile(Chain(2), trainset=TRAIN, valset=VAL)
     finally:
@@ -134,7 +136,7 @@ def test_lines_of_iterations_with_their_prompts_are_shown_where_they_are_asked_f
     def prompts(**options: Any) -> int:
         shown.lines.clear()
         caplog.clear()
-        compiled(80, **options)
+        compiled(60, **options)
         return sum("Proposed new text" in line for line in shown.lines)
 
     with dspy.context(lm=task_lm()):
@@ -147,10 +149,10 @@ def test_lines_of_iterations_with_their_prompts_are_shown_where_they_are_asked_f
 
 def test_a_run_that_comes_to_its_end_says_so_last_and_guesses_no_scores(shown: Shown) -> None:
     with dspy.context(lm=task_lm()):
-        compiled(90)
+        compiled(40)
     [end] = [line for line in shown.lines if line.startswith("AsyncGEPA finished")]
     assert shown.lines[-1] == end
-    assert "of 90" in end
+    assert "of 40" in end
     assert "inf" not in "".join(shown.lines)
     assert "subsample score 0 -> 0" not in "".join(shown.lines)
 
@@ -162,7 +164,7 @@ def test_a_reply_that_is_no_instruction_is_told_without_a_traceback_and_a_fault_
         raise ZeroDivisionError("by the proposer")
 
     with dspy.context(lm=task_lm()):
-        compiled(60, reflection_lm=fake_lm(lambda _: "I'm sorry, but I can't help with that."))
+        compiled(30, reflection_lm=fake_lm(lambda _: "I'm sorry, but I can't help with that."))
         said, shown.lines = "\n".join(shown.lines), []
         with pytest.raises(ZeroDivisionError):
             compiled(60, instruction_proposer=broken)

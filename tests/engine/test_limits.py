@@ -358,7 +358,7 @@ H100, API = "h100-qwen3-8b", "api-gpt-4o-mini"
 
 @pytest.mark.parametrize(("profile", "gauges"), [(H100, False), (H100, True), (API, False)])
 def test_it_reaches_nine_tenths_of_the_best_fixed_limit_without_being_told_it(profile: str, gauges: bool) -> None:
-    best = max(closed_loop(profile, slots).tokens_per_second for slots in (8, 32, 64, 128))
+    best = max(closed_loop(profile, slots).tokens_per_second for slots in (64, 128))
     adaptive = closed_loop(profile, 256, start=8, gauges=gauges)
     assert adaptive.tokens_per_second >= 0.9 * best
     assert adaptive.refused_late < 0.01 * adaptive.sent_late

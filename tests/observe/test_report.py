@@ -217,12 +217,12 @@ def test_requests_by_endpoint_are_those_that_the_run_made(tmp_path: Path) -> Non
     calls = itertools.count()
 
     def answer(prompt: str) -> str:
-        if next(calls) in (20, 30):
+        if next(calls) in (10, 15):
             raise dspy.LMRateLimitError("slow down")
         return reply_for(prompt, answer=str(hashed(prompt) % 7))
 
     with dspy.context(lm=fake_lm(answer)):
-        stats = simulated(60, log_dir=str(tmp_path)).async_stats
+        stats = simulated(30, log_dir=str(tmp_path)).async_stats
     [row] = endpoint_uses(read(tmp_path))
     assert stats.retried_requests == row.turned_away == 2
     assert row.answered == sum(stats.requests_by_stage.values())

@@ -252,14 +252,14 @@ def through_an_outage(program: dspy.Module, outage: str, num_threads: int | None
 
         optimizer = AsyncGEPA(
             digits,
-            max_metric_calls=100,
+            max_metric_calls=60,
             num_threads=num_threads,
             workflow=Workflow(live_steps=2),
             track_stats=True,
             reflection_lm=reflection_lm(),
         )
         with dspy.context(lm=fake_lm(answer)), anyio.fail_after(1000 if virtually else 30):
-            return await optimizer.acompile(program, trainset=examples("t", 7), valset=examples("v", 40))
+            return await optimizer.acompile(program, trainset=examples("t", 7), valset=examples("v", 20))
 
     details = (run(main) if virtually else asyncio.run(main())).detailed_results
     assert details.async_stats.outcome == "finished"

@@ -157,7 +157,7 @@ def calls_at_a_commit() -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pool, "commit", noted)
-        simulated(200, search="pareto", num_threads=8, metric=metric)
+        simulated(120, search="pareto", num_threads=8, metric=metric)
     return calls[1]
 
 
