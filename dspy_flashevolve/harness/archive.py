@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,15 @@ MESSAGE_CHARACTERS = PAGE_CHARACTERS // 2
 """Most characters of one LM message in a trace; the rest is cut off, so that a page has room for a call with its reply.
 """
 MOST_LINES = 60
-"""Most lines that a listing or a search returns: about a page."""
+"""Most lines that a listing or a search returns, if they fit on a page."""
+OVERVIEW_CANDIDATES = 10
+"""Candidates of each kind in the overview: of the Pareto front, of the best, of the newest.
+
+The overview is in every call of a proposer's agent. With lines of at most ``OVERVIEW_CHARACTERS`` it has some 2,500
+tokens at most; a search of half an hour, with 427 candidates, had 65,000 when it named all of them.
+"""
+OVERVIEW_CHARACTERS = 300
+"""Most characters of a line of the overview: numbers, name and a hypothesis of a sentence or two."""
 
 
 def context_tokens(outcome: Outcome) -> float:
@@ -169,16 +177,26 @@ class Archive:
 
     @property
     def overview(self) -> str:
-        """A line of text for each candidate, best score first, and for the latest failures."""
-        lines: list[str] = []
+        """A line for each candidate of the front, the best and the newest, best first, and for the latest failures."""
+        return self._overview(OVERVIEW_CANDIDATES)
+
+    def _overview(self, most: int) -> str:
+        """Return the overview with at most so many candidates of each kind."""
         front = self.front
-        for number, candidate in sorted(enumerate(self.candidates), key=lambda pair: (-pair[1].score, pair[0])):
+        ranked = sorted(range(self.version), key=lambda number: (-self.candidates[number].score, number))
+        shown = {*front[:most], *ranked[:most], *range(self.version)[-most:]}
+        lines: list[str] = []
+        for number in filter(shown.__contains__, ranked):
+            candidate = self.candidates[number]
             front_note = " (Pareto front)" if number in front else ""
-            summary = _one_line(f"{candidate.draft.name}: {candidate.draft.hypothesis}")
+            summary = f"{candidate.draft.name}: {candidate.draft.hypothesis}"
             lines.append(f"{number:04d}: score {candidate.score:.4f}, cost {candidate.cost:.0f}{front_note}: {summary}")
+        if others := self.version - len(shown):
+            lines.append(f"... and {others} others, which list_files and read_file show")
         for number, failed in list(enumerate(self.failed))[-5:]:
-            lines.append(_one_line(f"failed {number:04d}: {failed.draft.name}: {failed.failure}")[:300])
-        return "\n".join(lines) or "The archive is empty."
+            lines.append(f"failed {number:04d}: {failed.draft.name}: {failed.failure}")
+        cut = [_one_line(line)[:OVERVIEW_CHARACTERS] for line in lines]
+        return valid_text("\n".join(cut) or "The archive is empty.")
 
     def add(self, candidate: Checked) -> int:
         """Admit a candidate, or keep one that failed, so that proposers do not repeat its mistake.
@@ -198,7 +216,7 @@ class Archive:
         fresh = _files_of(f"{folder}/{number:04d}", candidate)
         self.files = {**self.files, **fresh}
         if self._log_dir is not None:
-            for path, text in {**fresh, "overview.txt": self.overview}.items():
+            for path, text in {**fresh, "overview.txt": self._overview(self.version)}.items():
                 target = self._log_dir / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_text(text, encoding="utf-8", errors="replace")
@@ -242,6 +260,16 @@ def trace_text(trial: Trial) -> str:
     return "\n".join([*parts, f"cost: {trial.cost:.6g}", f"feedback: {trial.feedback}"])
 
 
+def valid_text(text: str) -> str:
+    """Return a text with "?" for each surrogate, such as half an emoji, which dspy refuses in prompts."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def whole_number(given: object) -> int | None:
+    """Return the whole number of 0 or above that is given, perhaps as a text; None for anything else."""
+    return int(str(given)) if re.fullmatch(r"\d{1,9}", str(given)) else None
+
+
 def _one_line(text: object) -> str:
     """Return a text of a candidate or proposer in one line, so that it cannot forge further lines of a file."""
     return " ".join(str(text).split())
@@ -249,6 +277,15 @@ def _one_line(text: object) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= MESSAGE_CHARACTERS else text[: MESSAGE_CHARACTERS - 4] + " ..."
+
+
+def _page_of(lines: Sequence[str], advice: str = "") -> str:
+    """Return the first lines, at most a page of them, and say how many more there are."""
+    page = "\n".join(lines[:MOST_LINES])
+    if len(page) > PAGE_CHARACTERS:
+        page = page[:PAGE_CHARACTERS].rpartition("\n")[0]
+    more = len(lines) - page.count("\n") - 1
+    return f"{page}\n... and {more} more{advice}" if more > 0 else page
 
 
 def tools_of(archive: Archive, drafts: Mapping[str, str] | None = None) -> list[Callable[..., str]]:
@@ -261,26 +298,25 @@ def tools_of(archive: Archive, drafts: Mapping[str, str] | None = None) -> list[
     def files() -> Mapping[str, str]:
         return {**archive.files, **drafts} if drafts else archive.files
 
-    def list_files(folder: str = "") -> str:
+    def list_files(folder: Any = "") -> str:
         """List the archive's files under a folder, such as "candidates/0003"; all of them without one."""
-        prefix = str(folder).strip("/")
+        prefix = str(folder or "").strip("/")
         paths = [path for path in sorted(files()) if path.startswith(prefix)]
-        more = f"\n... and {len(paths) - MOST_LINES} more: name a folder" if len(paths) > MOST_LINES else ""
-        return "\n".join(paths[:MOST_LINES]) + more or f"There is no file under {prefix!r}."
+        return _page_of(paths, ": name a folder") or f"There is no file under {prefix[:200]!r}."
 
-    def read_file(path: str, page: int = 1) -> str:
+    def read_file(path: Any, page: Any = 1) -> str:
         """Read a file of the archive, such as "candidates/0003/source.py"; long ones by page, from 1."""
         text = files().get(str(path).strip("/"))
         if text is None:
-            return f"There is no file {path!r}; list_files tells which there are."
+            return f"There is no file {str(path)[:200]!r}; list_files tells which there are."
         pages = max(1, -(-len(text) // PAGE_CHARACTERS))
-        number = min(max(1, page), pages) if isinstance(page, int) else 1  # pyright: ignore[reportUnnecessaryIsInstance]
+        number = min(max(1, whole_number(page) or 1), pages)
         shown = text[(number - 1) * PAGE_CHARACTERS : number * PAGE_CHARACTERS]
         return shown if pages == 1 else f"(page {number} of {pages})\n{shown}"
 
-    def search_files(text: str, folder: str = "") -> str:
+    def search_files(text: Any, folder: Any = "") -> str:
         """Find lines of the archive that hold a text, in any case; under a folder where one is given."""
-        wanted, prefix = str(text).lower(), str(folder).strip("/")
+        wanted, prefix = str(text).lower(), str(folder or "").strip("/")
         hits = [
             f"{path}:{number}: {line.strip()[:300]}"
             for path, content in sorted(files().items())
@@ -288,8 +324,7 @@ def tools_of(archive: Archive, drafts: Mapping[str, str] | None = None) -> list[
             for number, line in enumerate(content.splitlines(), start=1)
             if wanted and wanted in line.lower()
         ]
-        more = f"\n... and {len(hits) - MOST_LINES} more" if len(hits) > MOST_LINES else ""
-        return "\n".join(hits[:MOST_LINES]) + more or f"No line holds {wanted!r}."
+        return _page_of(hits) or f"No line holds {wanted[:200]!r}."
 
     return [list_files, read_file, search_files]
 
@@ -305,7 +340,12 @@ MOST_CHARACTERS = 100_000
 """Most characters of a source: some 25,000 tokens, more than proposers are shown or write. It bounds `ast.parse`."""
 MOST_REPLY_CHARACTERS = 10 * MOST_CHARACTERS
 """Characters of a reply that are read; enough for ten modules of the longest kind."""
-_LANGUAGES = frozenset({"", "python", "py"})
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")
+"""The first or last line of a code block: its indentation, its fence and its language."""
+_PYTHON = re.compile(r"\s*((py|python)[\d.]*(\s.*)?)?", re.IGNORECASE)
+"""The languages of code blocks that are read: Python, or none."""
+_SUBMITS = re.compile(r"(?:[-+]|\d+[.)])?\s*drafts?\s*:(.*)", re.IGNORECASE)
+_DRAFT = re.compile(r"(drafts/)?\w{1,40}(\.py)?")
 _HEADER = re.compile(r"^#[ \t]*(name|hypothesis|based on)[ \t]*:[ \t]*(.*)$", re.MULTILINE | re.IGNORECASE)
 
 
@@ -340,24 +380,86 @@ class DraftError(ValueError):
     """The source is no harness."""
 
 
-def blocks_in(reply: str) -> list[str]:
-    """Return the Python code blocks of a reply; the whole reply where it has none.
+def draft_path(name: object) -> str:
+    """Return the path of a draft, whose name may be given as that path.
 
-    >>> blocks_in("First\\n```python\\nx = 1\\n```\\nthen\\n```\\ny = 2\\n```")
-    ['x = 1\\n', 'y = 2\\n']
+    >>> draft_path("votes"), draft_path("drafts/votes.py")
+    ('drafts/votes.py', 'drafts/votes.py')
     """
-    read = reply[:MOST_REPLY_CHARACTERS]
-    blocks: list[str] = []
-    block: list[str] | None = None
-    for line in read.split("\n"):
-        if block is None:
-            block = [] if line[:3] == "```" and line[3:].strip().lower() in _LANGUAGES else None
-        elif line[:3] == "```":
-            blocks.append("".join(block))
-            block = None
+    return f"drafts/{str(name).strip().removeprefix('drafts/').removesuffix('.py')}.py"
+
+
+def unknown_draft(name: object, drafts: Iterable[str]) -> str:
+    """Say that there is no draft of this name, and which there are."""
+    names = ", ".join(sorted(path[len("drafts/") : -len(".py")] for path in drafts)) or "none yet"
+    return f"There is no draft {str(name)[:60]!r}; there are: {names}."
+
+
+def sources_in(reply: str, drafts: Mapping[str, str] | None = None) -> list[str]:
+    """Return the sources that a reply submits, in its order and each once; the whole reply where it submits none.
+
+    They are its Python code blocks, and the drafts that its lines ``draft: NAME`` outside of code blocks name.
+
+    Args:
+        drafts: path -> source of the drafts.
+
+    Raises:
+        DraftError: all that it submits are drafts that do not exist.
+
+    >>> sources_in("First\\n```python\\nx = 1\\n```\\ndraft: b\\n", {"drafts/b.py": "y = 2"})
+    ['x = 1\\n', 'y = 2']
+    """
+    read, known = reply[:MOST_REPLY_CHARACTERS], drafts or {}
+    sources: list[str] = []
+    unknown: list[str] = []
+    for language, text in _parts_of(read):
+        if language is None:
+            for name in _drafts_named_in(text):
+                source = known.get(draft_path(name))
+                unknown.append(name) if source is None else sources.append(source)
+        elif _PYTHON.fullmatch(language):
+            sources.append(text)
+    if unknown and not sources:
+        raise DraftError(unknown_draft(unknown[0], known))
+    return list(dict.fromkeys(sources)) or ([read] if read.strip() else [])
+
+
+def _parts_of(reply: str) -> Iterator[tuple[str | None, str]]:
+    """Yield each code block of a reply with its language, and each line outside of them with None.
+
+    As in CommonMark, a fence is closed by one of its kind that is as long or longer, and not indented by four columns
+    more. It may be indented itself, as in a list. A block that is not closed is dropped: the reply was cut off.
+    """
+    opening: re.Match[str] | None = None
+    block: list[str] = []
+    for line in reply.split("\n"):
+        fence = _FENCE.fullmatch(line)
+        if opening is None:
+            opening, block = fence, []
+            if fence is None:
+                yield None, line
+        elif (
+            fence is not None
+            and fence[2].startswith(opening[2])
+            and not fence[3].strip()
+            and len(fence[1]) < len(opening[1]) + 4
+        ):
+            yield opening[3], "".join(block)
+            opening = None
         else:
-            block.append(line + "\n")
-    return blocks or ([read] if read.strip() else [])
+            block.append(line.removeprefix(opening[1]) + "\n")
+
+
+def _drafts_named_in(line: str) -> list[str]:
+    """Return the drafts that a line submits; none where it is no list of names.
+
+    >>> _drafts_named_in("1. **Draft:** `votes`, drafts/plan.py."), _drafts_named_in("Draft: a plan and a vote")
+    (['votes', 'drafts/plan.py'], [])
+    """
+    match = _SUBMITS.fullmatch(re.sub(r"[*`\"'>]", "", line).strip())
+    parts = re.split(r"[,;]|\band\b|\bdrafts?\s*:", match[1], flags=re.IGNORECASE) if match else []
+    names = [name for part in parts if (name := part.strip().rstrip("."))]
+    return names if all(map(_DRAFT.fullmatch, names)) else []
 
 
 def draft_of(source: str, inputs: Iterable[str] = (), parents: Sequence[int] = (), direction: str = "") -> Draft:
@@ -398,25 +500,23 @@ def draft_of(source: str, inputs: Iterable[str] = (), parents: Sequence[int] = (
 
 
 def drafts_in(
-    reply: str, count: int, inputs: Sequence[str], known: Sequence[int], direction: str
+    sources: Sequence[str], count: int, inputs: Sequence[str], known: Sequence[int], direction: str
 ) -> tuple[list[Draft], list[str]]:
-    """Return the drafts in a proposer's reply, at most ``count``, and the problems of the other code blocks.
+    """Return the drafts among the sources of a reply, at most ``count``, and the problems of the others.
 
     Args:
+        sources: of `sources_in`; at most twice ``count`` are looked at.
         inputs: names of the program's input fields.
         known: numbers of the archive's candidates.
     """
     drafts: list[Draft] = []
     problems: list[str] = []
-    for block in blocks_in(reply)[: 2 * count]:
+    for source in sources[: 2 * count]:
         try:
-            draft = draft_of(block, inputs, known, direction)
+            drafts.append(draft_of(source, inputs, known, direction))
         except DraftError as error:
             problems.append(str(error))
-            continue
-        if len(drafts) < count and draft.source not in [other.source for other in drafts]:
-            drafts.append(draft)
-    return drafts, problems
+    return drafts[:count], problems
 
 
 def _module_class(tree: ast.Module) -> ast.ClassDef:

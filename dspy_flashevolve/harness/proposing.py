@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
+import anyio
 import dspy
 
-from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
+from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RunAbortedError
 from dspy_flashevolve.harness.archive import (
     IMPORTABLE,
     MOST_CHARACTERS,
@@ -20,8 +22,12 @@ from dspy_flashevolve.harness.archive import (
     DraftError,
     Trial,
     draft_of,
+    draft_path,
     tools_of,
     trace_text,
+    unknown_draft,
+    valid_text,
+    whole_number,
 )  # fmt: skip
 from dspy_flashevolve.sandbox.contract import Limits
 
@@ -125,7 +131,8 @@ def interface_for(limits: Limits) -> str:
 class Drafts:
     """The drafts of one proposal: its proposer writes, edits and runs them before it submits.
 
-    They are texts by name, never files. They run in the sandbox, as candidates do.
+    They are texts by name, never files. They run in the sandbox, as candidates do, one after another, since all of them
+    share the slot of their proposal.
 
     Args:
         inputs: names of the program's input fields.
@@ -144,95 +151,97 @@ class Drafts:
         is_spent: Callable[[], bool] = lambda: False,
     ) -> None:
         self.files: dict[str, str] = {}
-        """Path -> source, as `tools_of` reads them."""
+        """Path -> source, as `tools_of` and `sources_in` read them."""
+        self.aborted: RunAbortedError | None = None
+        """What ends the run: raised in the run of a draft, where an agent may have caught it, as `dspy.ReAct` does."""
         self._inputs, self._run, self._examples, self._left = list(inputs), run, examples, max_runs
-        self._is_spent = is_spent
+        self._is_spent, self._running = is_spent, anyio.Lock()
 
     def tools(self, archive: Archive) -> list[Callable[..., Awaitable[str]]]:
         """Return the proposer's tools, coroutine functions that return text where they are misused."""
-        reading = [_awaitable(tool) for tool in tools_of(archive, self.files)]
-        return [self._limited(tool) for tool in (*reading, self.write_draft, self.edit_draft, self.run_draft)]
+        reading = tools_of(archive, self.files)
+        return [self._guarded(tool) for tool in (*reading, self.write_draft, self.edit_draft, self.run_draft)]
 
-    def _limited(self, tool: Callable[..., Awaitable[str]]) -> Callable[..., Awaitable[str]]:
+    def _guarded(self, tool: Callable[..., str | Awaitable[str]]) -> Callable[..., Awaitable[str]]:
+        """Return a tool that answers wrong arguments and spent tokens with a text, and always with valid Unicode."""
+        signature = inspect.signature(tool)
+
         @functools.wraps(tool)
-        async def limited(*args: Any, **kwargs: Any) -> str:
+        async def guarded(*args: Any, **kwargs: Any) -> str:
             if self._is_spent():
                 return "The tokens of this proposal are spent: finish, and submit what you have."
-            return await tool(*args, **kwargs)
+            try:
+                given = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                expected = ", ".join(signature.parameters)
+                return valid_text(f"It was called with wrong arguments, expected {expected}: {error}"[:300])
+            answer = tool(*given.args, **given.kwargs)
+            return valid_text(answer if isinstance(answer, str) else await answer)
 
-        return limited
+        return guarded
 
-    async def write_draft(self, name: str, source: str) -> str:
+    async def write_draft(self, name: Any, source: Any) -> str:
         """Write a module as a draft, the whole source; a draft of that name is replaced. Says whether it can be run."""
-        if not re.fullmatch(r"\w{1,40}", str(name)):
+        path = draft_path(name)
+        if not re.fullmatch(r"drafts/\w{1,40}\.py", path):
             return f"The name {str(name)[:60]!r} is no name of a draft: up to 40 letters, digits and underscores."
-        if len(self.files) >= MOST_DRAFTS and _path(name) not in self.files:
+        if len(self.files) >= MOST_DRAFTS and path not in self.files:
             return f"There are {MOST_DRAFTS} drafts: write over one of them."
-        if not isinstance(source, str) or len(source) > MOST_CHARACTERS:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(source, str) or len(source) > MOST_CHARACTERS:
             return f"The source must be a text of at most {MOST_CHARACTERS} characters."
-        self.files[_path(name)] = source
-        return self._state(name)
+        self.files[path] = source
+        try:
+            draft_of(source, self._inputs)
+        except DraftError as error:
+            return f"Written as {path}, but it cannot be run: {error}."
+        return f"Written as {path}; it can be run."
 
-    async def edit_draft(self, name: str, old: str, new: str) -> str:
+    async def edit_draft(self, name: Any, old: Any, new: Any) -> str:
         """Replace a text of a draft, which must occur in it exactly once, by another."""
-        source = self.files.get(_path(name))
+        source = self.files.get(draft_path(name))
         if source is None:
-            return self._unknown(name)
-        if not isinstance(old, str) or not isinstance(new, str) or not old:  # pyright: ignore[reportUnnecessaryIsInstance]
+            return unknown_draft(name, self.files)
+        if not isinstance(old, str) or not isinstance(new, str) or not old:
             return "old and new must be texts, and old not an empty one."
         if (count := source.count(old)) != 1:
             return f"The text to be replaced occurs {count} times in {str(name)!r}, expected once: name more of it."
         return await self.write_draft(name, source.replace(old, new))
 
-    async def run_draft(self, name: str, example: int) -> str:
+    async def run_draft(self, name: Any, example: Any) -> str:
         """Run a draft on a training example, by its number from 0. Returns its LM calls, what it printed, prediction,
         score and feedback."""
-        source = self.files.get(_path(name))
+        source, number = self.files.get(draft_path(name)), whole_number(example)
         if source is None:
-            return self._unknown(name)
-        if not isinstance(example, int) or not 0 <= example < self._examples:  # pyright: ignore[reportUnnecessaryIsInstance]
+            return unknown_draft(name, self.files)
+        if number is None or number >= self._examples:
             return f"There is no example {str(example)[:60]!r}: they are 0 to {self._examples - 1}."
         try:
             draft = draft_of(source, self._inputs)
         except DraftError as error:
             return f"It cannot be run: {error}."
-        if self._left < 1:
-            return "All runs of this proposal are used up: finish, and submit what you have."
-        self._left -= 1
-        try:
-            trial = await self._run(draft, example)
-        except FlashEvolveError as error:
-            return f"It was not run ({type(error).__name__}), which says nothing about the draft."
-        return f"{trace_text(trial)[-PAGE_CHARACTERS:]}\n({self._left} runs left)"
-
-    def submitted(self, reply: str) -> str:
-        """Return a reply's modules as code blocks: its own, and the drafts that its lines `draft: NAME` name."""
-
-        def block(match: re.Match[str]) -> str:
-            source = self.files.get(_path(match[1]))
-            return match[0] if source is None else f"```python\n{source}\n```"
-
-        return _SUBMITTED.sub(block, reply)
-
-    def _state(self, name: str) -> str:
-        try:
-            draft_of(self.files[_path(name)], self._inputs)
-        except DraftError as error:
-            return f"Written as {_path(name)}, but it cannot be run: {error}."
-        return f"Written as {_path(name)}; it can be run."
-
-    def _unknown(self, name: object) -> str:
-        names = ", ".join(sorted(path[len("drafts/") : -len(".py")] for path in self.files)) or "none yet"
-        return f"There is no draft {str(name)[:60]!r}; there are: {names}."
+        async with self._running:
+            if self._left < 1:
+                return "All runs of this proposal are used up: finish, and submit what you have."
+            try:
+                trial = await self._run(draft, number)
+            except RunAbortedError as error:
+                self.aborted = error
+                raise
+            except FlashEvolveError as error:
+                return f"It was not run ({type(error).__name__}), which says nothing about the draft."
+            self._left -= 1
+            return f"{trace_text(trial)[-PAGE_CHARACTERS:]}\n({self._left} runs left)"
 
 
 MOST_DRAFTS = 16
 """Drafts that one proposal may keep at a time: twice the modules that most proposals write."""
-_SUBMITTED = re.compile(r"^[ \t>*`-]*draft:[ \t]*`?(\w{1,40})`?[ \t]*$", re.MULTILINE | re.IGNORECASE)
 
 
-def _path(name: object) -> str:
-    return f"drafts/{name}.py"
+class _Agent(dspy.ReAct):
+    """A `dspy.ReAct` whose prompts are valid Unicode, also where thoughts or arguments of its LM are not."""
+
+    def _format_trajectory(self, trajectory: dict[str, Any]) -> str:
+        return valid_text(super()._format_trajectory(trajectory))
 
 
 def agent_of(tools: Sequence[Callable[..., Awaitable[str]]], max_steps: int) -> dspy.Module:
@@ -242,20 +251,15 @@ def agent_of(tools: Sequence[Callable[..., Awaitable[str]]], max_steps: int) -> 
         tools: coroutine functions.
         max_steps: most tool calls of the agent.
     """
-    agent: Any = dspy.ReAct(ProposeHarness, tools=list(tools), max_iters=max_steps)
+    checking = [dspy.Tool(tool) for tool in tools]
+    for tool in checking:
+        tool.has_kwargs = True  # the tool itself answers an argument that it does not take; dspy's check would raise
+    agent: Any = _Agent(ProposeHarness, tools=checking, max_iters=max_steps)
     agent.tools["finish"] = dspy.Tool(_finish, name="finish", desc=agent.tools["finish"].desc, args={})
     return agent
 
 
-def _awaitable(tool: Callable[..., str]) -> Callable[..., Awaitable[str]]:
-    @functools.wraps(tool)
-    async def awaitable(*args: Any, **kwargs: Any) -> str:
-        return tool(*args, **kwargs)
-
-    return awaitable
-
-
-async def _finish() -> str:
+async def _finish(**_: Any) -> str:
     return "Completed."
 
 

@@ -29,7 +29,7 @@ from dspy_flashevolve.engine.errors import (
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step, StepEnded
-from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in
+from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in, sources_in
 from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import (
@@ -161,12 +161,14 @@ class HarnessRun:
                 "taken": self._reserved(step.number),
                 "count": settings.k,
             },
-            lambda reply: (drafts_written.submitted(str(reply.modules)), archive.version),
+            lambda reply: (sources_in(str(reply.modules), drafts_written.files), archive.version),
         )
+        if drafts_written.aborted is not None:
+            raise drafts_written.aborted
         if asked.answer is None:
             raise StepEnded(EndKind.REJECTED, f"the proposer failed: {_error_text(asked.error)}")
-        modules, version = asked.answer
-        drafts, problems = drafts_in(modules, settings.k, self.task.inputs, range(version), direction)
+        sources, version = asked.answer
+        drafts, problems = drafts_in(sources, settings.k, self.task.inputs, range(version), direction)
         if not drafts:
             reason = "; ".join(problems) or "the reply was empty"
             raise StepEnded(EndKind.REJECTED, f"the proposer wrote no module: {reason}")
@@ -219,10 +221,10 @@ class HarnessRun:
                     "stale_module": draft.source,
                     "admitted_since": admitted,
                 },
-                lambda reply: str(reply.patched_module or "") if reply.verdict == "patch" else "",
+                lambda reply: sources_in(str(reply.patched_module or "")) if reply.verdict == "patch" else [],
                 str(position),
             )
-            revised, _ = drafts_in(asked.answer or "", 1, self.task.inputs, range(version), draft.direction)
+            revised, _ = drafts_in(asked.answer or [], 1, self.task.inputs, range(version), draft.direction)
             return revised[0] if revised else draft  # a stale draft stays valid
 
         drafts = await gather([partial(revise, *numbered) for numbered in enumerate(drafts)])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.harness.archive import MOST_REPLY_CHARACTERS, DraftError, blocks_in, draft_of, drafts_in
+from dspy_flashevolve.harness.archive import MOST_REPLY_CHARACTERS, DraftError, draft_of, drafts_in, sources_in
 from dspy_flashevolve.harness.program import typed_fields
 from dspy_flashevolve.sandbox.contract import HEADER, MOST_DEPTH, LmRequest, WireError, decode, encode
 from dspy_flashevolve.sandbox.sandbox import Role, parse_request
@@ -151,16 +151,17 @@ def test_a_base_class_of_any_form_is_read(base: str) -> None:
 
 @given(REPLY)
 def test_a_reply_is_read_whatever_it_holds(reply: str) -> None:
-    drafts, problems = drafts_in(reply, 2, ["question"], range(3), "")
-    assert drafts or problems or not reply.strip() or not "".join(blocks_in(reply)).strip()
+    drafts, problems = drafts_in(sources_in(reply), 2, ["question"], range(3), "")
+    assert drafts or problems or not reply.strip()
 
 
-@pytest.mark.parametrize("unit", ["```", "``` ", "```\n", "```python\n", " ", "```x\n", "(", "\r\n"])
+@pytest.mark.parametrize("unit", ["```", "``` ", "```\n", "```python\n", " ", "```x\n", "(", "\r\n", "draft: a, ",
+                                  "draft:", "draft ", "draft: a\n", "1", "~~~\n", "`x", "a.py"])  # fmt: skip
 def test_the_time_to_read_a_reply_grows_with_its_length_only(unit: str) -> None:
     """Blocks were found with a regular expression once, which took a minute for 20,000 spaces."""
-    reply = "```" + unit * 200_000
-    assert sum(map(len, blocks_in(reply + "x"))) <= MOST_REPLY_CHARACTERS
-    assert blocks_in("```py\r\nx = 1\r\n```\nand\n```PYTHON \ny\n```\n```sh\nls\n```\n") == ["x = 1\r\n", "y\n"]
+    for reply in ("```" + unit * 200_000 + "x", unit * 200_000 + "!", "draft: a" + unit * 200_000 + "!"):
+        assert sum(map(len, sources_in(reply, {"drafts/a.py": "x"}))) <= MOST_REPLY_CHARACTERS
+    assert sources_in("```py\r\nx = 1\r\n```\nand\n```PYTHON \ny\n```\n```sh\nls\n```\n") == ["x = 1\r\n", "y\n"]
 
 
 class Kind(enum.Enum):
