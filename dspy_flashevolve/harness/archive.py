@@ -500,20 +500,23 @@ def draft_of(source: str, inputs: Iterable[str] = (), parents: Sequence[int] = (
 
 
 def drafts_in(
-    sources: Sequence[str], count: int, inputs: Sequence[str], known: Sequence[int], direction: str
+    sources: Sequence[str], count: int, inputs: Sequence[str], admitted: Sequence[Evaluated], direction: str
 ) -> tuple[list[Draft], list[str]]:
     """Return the drafts among the sources of a reply, at most ``count``, and the problems of the others.
 
     Args:
         sources: of `sources_in`; at most twice ``count`` are looked at.
         inputs: names of the program's input fields.
-        known: numbers of the archive's candidates.
+        admitted: the archive's candidates when the reply came. Their sources are not evaluated again.
     """
+    numbers = {candidate.draft.source.strip(): number for number, candidate in enumerate(admitted)}
     drafts: list[Draft] = []
     problems: list[str] = []
     for source in sources[: 2 * count]:
         try:
-            drafts.append(draft_of(source, inputs, known, direction))
+            if source.strip() in numbers:
+                raise DraftError(f"the source is that of candidate {numbers[source.strip()]:04d}")
+            drafts.append(draft_of(source, inputs, range(len(admitted)), direction))
         except DraftError as error:
             problems.append(str(error))
     return drafts[:count], problems

@@ -168,7 +168,7 @@ class HarnessRun:
         if asked.answer is None:
             raise StepEnded(EndKind.REJECTED, f"the proposer failed: {_error_text(asked.error)}")
         sources, version = asked.answer
-        drafts, problems = drafts_in(sources, settings.k, self.task.inputs, range(version), direction)
+        drafts, problems = drafts_in(sources, settings.k, self.task.inputs, archive.candidates[:version], direction)
         if not drafts:
             reason = "; ".join(problems) or "the reply was empty"
             raise StepEnded(EndKind.REJECTED, f"the proposer wrote no module: {reason}")
@@ -224,7 +224,8 @@ class HarnessRun:
                 lambda reply: sources_in(str(reply.patched_module or "")) if reply.verdict == "patch" else [],
                 str(position),
             )
-            revised, _ = drafts_in(asked.answer or [], 1, self.task.inputs, range(version), draft.direction)
+            admitted_then = self.archive.candidates[:version]
+            revised, _ = drafts_in(asked.answer or [], 1, self.task.inputs, admitted_then, draft.direction)
             return revised[0] if revised else draft  # a stale draft stays valid
 
         drafts = await gather([partial(revise, *numbered) for numbered in enumerate(drafts)])

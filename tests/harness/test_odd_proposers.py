@@ -65,7 +65,7 @@ def is_valid(text: str) -> bool:
 
 
 def submitted(text: str, **sources: str) -> list[str]:
-    drafts, _ = drafts_in(sources_in(text, drafts_with(sources).files), 2, ["question"], range(1), "")
+    drafts, _ = drafts_in(sources_in(text, drafts_with(sources).files), 2, ["question"], [], "")
     return [draft.source for draft in drafts]
 
 
@@ -275,3 +275,10 @@ def test_drafts_that_an_agent_runs_at_once_run_one_after_another() -> None:
     told = asyncio.run(main())
     assert most == [1] * 6
     assert sum("used up" in text for text in told) == 2
+
+
+def test_a_candidate_that_was_admitted_is_not_evaluated_again() -> None:
+    admitted = [Evaluated(Draft(GOOD, "Good"), (1.0,), (1.0,))]
+    drafts, problems = drafts_in(sources_in(f"```python\n{GOOD}\n```\n```\n{OTHER}```"), 2, ["question"], admitted, "")
+    assert [draft.class_name for draft in drafts] == ["Other"]
+    assert problems == ["the source is that of candidate 0000"]

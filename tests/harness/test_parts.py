@@ -114,14 +114,14 @@ def test_a_draft_says_what_it_is_and_names_only_parents_that_there_are() -> None
 
 @given(st.text())
 def test_no_reply_of_a_proposer_is_an_error(reply: str) -> None:
-    drafts, problems = drafts_in(sources_in(reply), 2, ["question"], range(3), "")
+    drafts, problems = drafts_in(sources_in(reply), 2, ["question"], [], "")
     assert len(drafts) <= 2
     assert drafts or problems or not reply.strip()
 
 
 def test_of_a_reply_the_good_modules_are_taken_and_the_others_are_told() -> None:
     reply = "\n".join(f"```python\n{source}\n```" for source in ("import os", GOOD, GOOD, GOOD.replace("Good", "B")))
-    drafts, problems = drafts_in(sources_in(reply), 2, ["question"], range(3), "here")
+    drafts, problems = drafts_in(sources_in(reply), 2, ["question"], [], "here")
     assert [draft.class_name for draft in drafts] == ["Good", "B"]
     assert len(problems) == 1
     assert "imports os" in problems[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import math
@@ -151,7 +152,7 @@ def test_a_base_class_of_any_form_is_read(base: str) -> None:
 
 @given(REPLY)
 def test_a_reply_is_read_whatever_it_holds(reply: str) -> None:
-    drafts, problems = drafts_in(sources_in(reply), 2, ["question"], range(3), "")
+    drafts, problems = drafts_in(sources_in(reply), 2, ["question"], [], "")
     assert drafts or problems or not reply.strip()
 
 
@@ -160,7 +161,8 @@ def test_a_reply_is_read_whatever_it_holds(reply: str) -> None:
 def test_the_time_to_read_a_reply_grows_with_its_length_only(unit: str) -> None:
     """Blocks were found with a regular expression once, which took a minute for 20,000 spaces."""
     for reply in ("```" + unit * 200_000 + "x", unit * 200_000 + "!", "draft: a" + unit * 200_000 + "!"):
-        assert sum(map(len, sources_in(reply, {"drafts/a.py": "x"}))) <= MOST_REPLY_CHARACTERS
+        with contextlib.suppress(DraftError):  # some name drafts that there are not
+            assert sum(map(len, sources_in(reply, {"drafts/a.py": "x"}))) <= MOST_REPLY_CHARACTERS
     assert sources_in("```py\r\nx = 1\r\n```\nand\n```PYTHON \ny\n```\n```sh\nls\n```\n") == ["x = 1\r\n", "y\n"]
 
 
