@@ -18,8 +18,15 @@ import pytest
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError
 
 from benchmarks.in_process import InProcessStandIn
-from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, DataError, Harness, Limits, RunAbortedError
-from dspy_flashevolve.engine.errors import TransientError
+from dspy_flashevolve import (
+    AsyncMetaHarness,
+    ConfigurationError,
+    DataError,
+    FlashEvolveError,
+    Harness,
+    Limits,
+    RunAbortedError,
+)
 from dspy_flashevolve.sim import REPLY_MODELS, HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import left_threads, steps_of
@@ -569,11 +576,11 @@ def test_a_providers_fault_in_the_run_of_a_draft_is_told_and_is_no_score() -> No
                 self.jobs.append(job)
 
                 async def limited(request: Any) -> Any:
-                    raise TransientError("too many requests")
+                    raise FlashEvolveError("too many requests")
 
                 call_lm = limited
             return await super().run(job, call_lm)
 
     found = search(Limited(), proposer_lm=fake_lm(reply), iterations=1, k=1).detailed_results
-    assert "It was not run (TransientError)" in prompts[-1]
+    assert "It was not run (FlashEvolveError)" in prompts[-1]
     assert len(found.candidates) == 2
