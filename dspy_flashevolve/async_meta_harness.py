@@ -15,7 +15,7 @@ from dspy_flashevolve.engine.journal import FILE
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.harness.archive import Cost, Evaluated, Failed, context_tokens
-from dspy_flashevolve.harness.evaluating import task_of
+from dspy_flashevolve.harness.evaluating import task_of, texts_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import DIRECTIONS, Directions
 from dspy_flashevolve.harness.run import HarnessRun
@@ -220,7 +220,8 @@ class AsyncMetaHarness(Teleprompter):
         if isinstance(sandbox, str):
             sandbox = Sandbox(self.limits, accept_missing_protection=self.accept_missing_protection)
         _check_directory(self.log_dir)
-        data, seed = (task.trainset, task.valset), {"source": task.seed.source, "task": task.signature.instructions}
+        data = task.trainset, task.valset
+        seed = {**texts_of(task.seed, task.memory), "task": task.signature.instructions}
         parts = fingerprints_of(dspy.Predict(task.signature), seed, *data, self.metric)
         parts["cost"] = getattr(self.cost, "__qualname__", type(self.cost).__qualname__)
         name, lms = type(self).__qualname__, [self.proposer_lm, task.lm, dspy.settings.lm]

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from dspy_flashevolve.sandbox.contract import Failure, Outcome
+from dspy_flashevolve.sandbox.contract import Failure, Outcome, without_surrogates
 
 Cost = Callable[[Outcome], float]
 """A function from the outcome of one run on one example to its cost. Lower is better; it must be finite."""
@@ -196,7 +196,7 @@ class Archive:
         for number, failed in list(enumerate(self.failed))[-5:]:
             lines.append(f"failed {number:04d}: {failed.draft.name}: {failed.failure}")
         cut = [_one_line(line)[:OVERVIEW_CHARACTERS] for line in lines]
-        return valid_text("\n".join(cut) or "The archive is empty.")
+        return without_surrogates("\n".join(cut) or "The archive is empty.")
 
     def add(self, candidate: Checked) -> int:
         """Admit a candidate, or keep one that failed, so that proposers do not repeat its mistake.
@@ -258,11 +258,6 @@ def trace_text(trial: Trial) -> str:
         parts.append(f"failed: {_one_line(trial.outcome.failure)}")
     parts += [f"prediction: {_cut(json.dumps(trial.outcome.fields))}", f"score: {trial.score:.4g}"]
     return "\n".join([*parts, f"cost: {trial.cost:.6g}", f"feedback: {trial.feedback}"])
-
-
-def valid_text(text: str) -> str:
-    """Return a text with "?" for each surrogate, such as half an emoji, which dspy refuses in prompts."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def whole_number(given: object) -> int | None:

@@ -19,22 +19,38 @@ from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import RequestCost, Rollout, RolloutKey
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.harness.archive import TRIAL, Checked, Draft, DraftError, Evaluated, Failed, Trial, draft_of
-from dspy_flashevolve.harness.program import as_json, call_in_thread, call_on_loop, typed_fields
+from dspy_flashevolve.harness.program import (
+    Harness,
+    as_json,
+    call_in_thread,
+    call_on_loop,
+    prediction_of,
+    typed_fields,
+)  # fmt: skip
 from dspy_flashevolve.harness.settings import HarnessSettings
 from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
-from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.metric import Metric, name_of
 from dspy_flashevolve.programs.placement import answers_asynchronously
 from dspy_flashevolve.programs.records import ModuleReply, ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.settings import check_data
 from dspy_flashevolve.programs.usage import COUNTED_BY
-from dspy_flashevolve.sandbox.contract import CodeSandbox, Failure, Job, LmRecord, LmRequest, Outcome, SandboxError
+from dspy_flashevolve.sandbox.contract import (
+    CodeSandbox,
+    Failure,
+    Job,
+    LmRecord,
+    LmRequest,
+    Outcome,
+    SandboxError,
+    without_surrogates,
+)  # fmt: skip
 
 FLEX: Any = dspy.Flex
 """`dspy.Flex`, typed Any: its decorator hides from type checkers that it is a class."""
-REHEARSED_LESSONS = 8
-"""Examples that a draft learns from when its proposer runs it: half a batch of a search, since they are run one after
-the other while the proposer waits."""
+FEW_LESSONS = 8
+"""Examples that a draft learns from when its proposer runs it, or when its check needs that: half a batch of a search,
+since a proposer waits while they are run one after the other."""
 MESSAGE_CHARACTERS = 1000
 """Most characters of an error that is shown to a candidate or a proposer: the type and the beginning are what helps."""
 
@@ -50,6 +66,7 @@ class HarnessTask:
         trainset: examples whose labels proposers and ``learn`` may see.
         valset: examples that candidates are scored on; only the metric sees their labels.
         lessons: the training examples that are not in the valset, which ``learn`` is given.
+        memory: the memory that the student has, if it is a `Harness`. Other candidates do not get it.
     """
 
     signature: Any
@@ -58,6 +75,7 @@ class HarnessTask:
     trainset: Sequence[Example]
     valset: Sequence[Example]
     lessons: Sequence[Example]
+    memory: Any = None
 
     @property
     def smoke_examples(self) -> Sequence[Example]:
@@ -98,13 +116,18 @@ def task_of(student: Any, trainset: Any, valset: Any) -> HarnessTask:
             missing = set(signature.input_fields) - set(example.inputs().keys())
             if missing:
                 raise DataError(f"{name}[{number}] lacks the student's inputs {sorted(missing)}.")
-    scored = {_key(example) for example in val}
-    lessons = [example for example in train if _key(example) not in scored]
+
+    def key(example: Example) -> str:
+        return json.dumps(inputs_of(signature, example), sort_keys=True)
+
+    scored = {key(example) for example in val}
+    lessons = [example for example in train if key(example) not in scored]
     try:
         seed = draft_of(source, list(signature.input_fields))
     except DraftError as error:
         raise DataError(f"the student's source is no harness: {error}.") from error
-    return HarnessTask(signature, seed, lm, train, val, lessons)
+    memory = student.memory if isinstance(student, Harness) else None
+    return HarnessTask(signature, seed, lm, train, val, lessons, memory)
 
 
 def _source_of(student: Any) -> tuple[Any, str, Any]:
@@ -132,8 +155,9 @@ def _source_of(student: Any) -> tuple[Any, str, Any]:
     return signature, source, predictor.lm
 
 
-def _key(example: Example) -> str:
-    return json.dumps(as_json(dict(example.inputs())), sort_keys=True)
+def inputs_of(signature: Any, example: Example) -> dict[str, Any]:
+    """Return those inputs of an example that are fields of the signature, as JSON."""
+    return {name: as_json(example[name]) for name in signature.input_fields}
 
 
 class TrialRecord:
@@ -171,6 +195,13 @@ def _lesson(trial: Trial) -> dict[str, Any]:
     }
 
 
+def _failure_in(traces: Sequence[Trial]) -> Failure | None:
+    """Return why a check fails: the first grave failure, or the first one where every run failed."""
+    failures = [trial.outcome.failure for trial in traces if trial.outcome.failure is not None]
+    grave = [failure for failure in failures if failure.is_grave]
+    return (grave or failures)[0] if grave or len(failures) == len(traces) else None
+
+
 class _Disqualified(Exception):
     """A candidate failed gravely, or could not learn: the rest of its evaluation is skipped."""
 
@@ -198,6 +229,8 @@ class Evaluations:
             raise ConfigurationError("no LM is configured: dspy.configure(lm=...), or an LM of the student's own.")
         self._settings, self._run, self._task, self._sandbox = settings, run, task, sandbox
         self._lm, self._on_loop = lm, answers_asynchronously(lm)
+        self._has_answered = False
+        """The LM has answered a request of a candidate."""
         self._metric = Metric(settings.metric, run.threads)
         self._adapter = type(run.dspy_settings.get("adapter") or dspy.ChatAdapter()).__name__
         # Where candidates are scored on what they are checked on, nobody may see the labels.
@@ -210,56 +243,88 @@ class Evaluations:
     async def check(self, step: Step, draft: Draft, chosen: Sequence[int]) -> Checked:
         """Run a draft on the smoke examples of these numbers.
 
-        It fails when it fails on all of them, or on one with a grave failure (`Failure.is_grave`).
+        It fails when it fails on all of them, or on one with a grave failure (`Failure.is_grave`). One that learns may
+        fail on all of them for want of memory: it learns from a few others, as in `rehearse`, and is run again.
         """
-        traces = await self._trials(step, draft, "train", chosen)
-        failures = [trial.outcome.failure for trial in traces if trial.outcome.failure is not None]
-        grave = [failure for failure in failures if failure.is_grave]
-        if grave or len(failures) == len(traces):
-            return Failed(draft, (grave or failures)[0], tuple(traces))
+        traces = await self._trials(step, draft, "train", chosen, self._first_memory(draft))
+        failure, lessons = _failure_in(traces), self._few_lessons(draft, chosen)
+        if failure is not None and not failure.is_grave and lessons:
+            try:
+                memory = await self._learn(step, draft, lessons)
+            except _Disqualified as error:
+                return Failed(draft, error.failure, tuple(traces))
+            traces = await self._trials(step, draft, "train", chosen, memory)
+            failure = _failure_in(traces)
+        if failure is not None:
+            return Failed(draft, failure, tuple(traces))
         return Evaluated(draft, (), (), traces=tuple(traces))
 
-    async def rehearse(self, draft: Draft, number: int) -> Trial:
-        """Run a draft of a proposer on a smoke example, in the slot of the proposer, which waits for it.
+    async def rehearse(self, step: int, draft: Draft, number: int) -> Trial:
+        """Run a draft of a step's proposer on a smoke example, in the slot of the proposer, which waits for it.
 
-        A draft that learns first gets a few other examples, so that its ``learn`` is tried, too.
+        A draft that learns first learns from a few other examples. Where it fails gravely on one of these, that run is
+        returned.
 
         Raises:
             RolloutUnresolvedError: the sandbox failed, not the draft.
             TransientError: the provider asks to come back later.
             RunAbortedError: the provider refuses for good.
         """
-        memory, lessons = None, list[Trial]()
-        if draft.learns:
-            others = [other for other in range(len(self._task.lessons)) if other != number][:REHEARSED_LESSONS]
-            lessons = [(await self._predict(draft, "lesson", other, {})).trajectory for other in others]
-            outcome = await self._run_job(draft, {}, batch=[_lesson(trial) for trial in lessons])
+        memory, lessons = self._first_memory(draft), list[Trial]()
+        for other in self._few_lessons(draft, [number]):
+            lesson = await self._rehearse_example(step, draft, "lesson", other, memory)
+            if lesson.outcome.failure is not None and lesson.outcome.failure.is_grave:
+                return lesson
+            lessons.append(lesson)
+        if lessons:
+            outcome = await self._run_job(draft, memory, batch=[_lesson(trial) for trial in lessons])
+            self._count_for_proposer(outcome)
             if outcome.failure is not None:
-                self._count_for_proposer(lessons)
                 failure = Failure(outcome.failure.reason, f"in learn: {outcome.failure.message}")
-                inputs = as_json(dict(self._splits["train"][0][number].inputs()))
+                inputs = inputs_of(self._task.signature, self._task.smoke_examples[number])
                 return Trial(f"train {number}", inputs, replace(outcome, failure=failure), self._settings.failure_score)
             memory = outcome.memory
-        trial: Trial = (await self._predict(draft, "train", number, memory)).trajectory
-        self._count_for_proposer([*lessons, trial])
+        return await self._rehearse_example(step, draft, "train", number, memory)
+
+    async def _rehearse_example(self, step: int, draft: Draft, split: str, number: int, memory: Any) -> Trial:
+        """Run a draft on an example, and count tokens and metric call with those of its proposal: no rollout does."""
+        trial: Trial = (await self._predict(draft, split, number, memory)).trajectory
+        self._count_for_proposer(trial.outcome)
+        if (reservation := self._run.budget.reserve(1)) is not None:
+            reservation.settle()
+        if self._run.journal is not None:
+            self._run.journal.record_call("propose", step)
         return trial
 
-    def _count_for_proposer(self, trials: Iterable[Trial]) -> None:
-        """Count the tokens of a draft's runs with those of its proposer, since no rollout does."""
+    def _count_for_proposer(self, outcome: Outcome) -> None:
         used = dspy.settings.get(COUNTED_BY)
-        calls = [call for trial in trials for call in trial.outcome.calls]
         if used is not None:
             used.add(
                 self._lm.model,
-                [{"prompt_tokens": call.prompt_tokens, "completion_tokens": call.completion_tokens} for call in calls],
+                [
+                    {"prompt_tokens": call.prompt_tokens, "completion_tokens": call.completion_tokens}
+                    for call in outcome.calls
+                ],
             )
+
+    def _first_memory(self, draft: Draft) -> Any:
+        """Return the memory that a draft begins with: the student its own, others that learn an empty one."""
+        own = self._task.memory if draft is self._task.seed else None
+        return {} if own is None and draft.learns else own
+
+    def _few_lessons(self, draft: Draft, others_than: Sequence[int]) -> list[int]:
+        """Return the numbers of a few lessons for a draft that learns, without these where there are others."""
+        numbers = list(range(len(self._task.lessons))) if draft.learns else []
+        others = [number for number in numbers if number not in others_than]
+        return (others or numbers)[:FEW_LESSONS]
 
     async def evaluate(self, step: Step, candidate: Checked) -> Checked:
         """Let a candidate that passed its check learn, if it can, and run it on the whole validation set."""
         if isinstance(candidate, Failed):
             return candidate
         try:
-            memory = await self._learn(step, candidate.draft) if candidate.draft.learns else None
+            lessons = range(len(self._task.lessons)) if candidate.draft.learns else ()
+            memory = await self._learn(step, candidate.draft, lessons)
             trials = await self._trials(step, candidate.draft, "val", range(len(self._task.valset)), memory)
         except _Disqualified as error:
             return Failed(candidate.draft, error.failure, candidate.traces)
@@ -267,14 +332,13 @@ class Evaluations:
         failures = tuple(trial.outcome.failure for trial in trials if trial.outcome.failure is not None)
         return Evaluated(candidate.draft, scores, costs, failures, candidate.traces, memory)
 
-    async def _learn(self, step: Step, draft: Draft) -> Any:
-        """Return a candidate's memory after one pass over the lessons, in batches.
+    async def _learn(self, step: Step, draft: Draft, numbers: Sequence[int]) -> Any:
+        """Return a candidate's memory after one pass over the lessons of these numbers, in batches.
 
         Raises:
             _Disqualified: it failed gravely, or ``learn`` failed.
         """
-        memory: Any = {}
-        numbers = range(len(self._task.lessons))
+        memory = self._first_memory(draft)
         for start in range(0, len(numbers), self._settings.learn_batch):
             batch_numbers = numbers[start : start + self._settings.learn_batch]
             lessons = [_lesson(trial) for trial in await self._trials(step, draft, "lesson", batch_numbers, memory)]
@@ -295,9 +359,7 @@ class Evaluations:
         failure = None if outcome.failure is None else (outcome.failure.reason, outcome.failure.message)
         return ModuleReply((outcome.memory, failure), spent=RequestCost(outcome.tokens))
 
-    async def _trials(
-        self, step: Step, draft: Draft, split: str, numbers: Iterable[int], memory: Any = None
-    ) -> list[Trial]:
+    async def _trials(self, step: Step, draft: Draft, split: str, numbers: Iterable[int], memory: Any) -> list[Trial]:
         """Run a draft on the examples of these numbers.
 
         Those that an interrupted run has paid come first.
@@ -342,7 +404,7 @@ class Evaluations:
         """
         examples, labelled = self._splits[split]
         example, name = examples[number], f"{'validation' if split == 'val' else split} {number}"
-        inputs = as_json(dict(example.inputs()))
+        inputs = inputs_of(self._task.signature, example)
         outcome = await self._run_job(draft, memory, inputs=inputs)
         score, feedback = self._settings.failure_score, ""
         if outcome.failure is None:
@@ -350,17 +412,34 @@ class Evaluations:
             outcome = replace(outcome, failure=failure)
             if failure is None:
                 score, feedback = await self._score(example, fields)
-        labels, shown_feedback = (as_json(dict(example.labels())), feedback) if labelled else ({}, "")
-        cost, without_memory = (
-            self._settings.cost(outcome),
-            replace(outcome, memory=None),
-        )  # the memory that a prediction changes is not kept
-        trial = Trial(name, inputs, without_memory, score, shown_feedback, cost, labels)
+        labels = {field: as_json(label) for field, label in example.labels().items()} if labelled else {}
+        shown_feedback = without_surrogates(feedback) if labelled else ""
+        without_memory = replace(outcome, memory=None)  # the memory that a prediction changes is not kept
+        trial = Trial(name, inputs, without_memory, score, shown_feedback, self._cost_of(outcome), labels)
         return Rollout(outcome.fields, score, trajectory=trial, tokens=outcome.tokens)
+
+    def _cost_of(self, outcome: Outcome) -> float:
+        """Return the cost of a run.
+
+        Raises:
+            ConfigurationError: the user's function raised, or returned no finite number.
+        """
+        name = name_of(self._settings.cost)
+        try:
+            cost: Any = self._settings.cost(outcome)
+        except Exception as error:
+            raise ConfigurationError(f"cost {name} raised {type(error).__name__}: {error}.") from error
+        try:
+            number = float(cost)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ConfigurationError(f"cost {name} returned {cost!r:.80}, expected a finite number.")
+        return number
 
     async def _run_job(self, draft: Draft, memory: Any, **work: Any) -> Outcome:
         """Run a draft in the sandbox; ``work`` is the inputs of a prediction or the batch of a lesson."""
-        remembered = {} if memory is None and draft.learns else memory
+        remembered = {} if memory is None and draft.learns else memory  # learn may have left None
         job = Job(draft.source, draft.class_name, memory=remembered, adapter=self._adapter, **work)
         try:
             return await self._sandbox.run(job, self._call_lm)
@@ -372,11 +451,14 @@ class Evaluations:
         with recording_lm_calls() as calls:
             try:
                 if self._on_loop:
-                    return await call_on_loop(self._lm, request)
-                return await self._run.threads.run(call_in_thread, self._lm, request)
+                    answer = await call_on_loop(self._lm, request)
+                else:
+                    answer = await self._run.threads.run(call_in_thread, self._lm, request)
             except Exception as error:
-                raise_provider_fault(error, calls.errors)
+                raise_provider_fault(error, calls.errors, others_answered=self._has_answered)
                 return f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
+        self._has_answered = True
+        return answer
 
     async def _score(self, example: Any, fields: dict[str, Any]) -> tuple[float, str]:
         """Return score and feedback. As in dspy.GEPA, a metric returns a number, or a prediction that has both.
@@ -385,7 +467,7 @@ class Evaluations:
         """
         with recording_lm_calls() as calls:
             try:
-                raw = await self._metric.score(example, dspy.Prediction(**fields))
+                raw = await self._metric.score(example, prediction_of(fields))
                 score = float(raw.score if isinstance(raw, dspy.Prediction) else raw)
             except FlashEvolveError:
                 raise

@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import contextvars
 import json
+import os
 import threading
 from collections.abc import Coroutine, Iterable, Mapping
 from enum import EnumMeta
@@ -27,7 +28,7 @@ from pydantic_core import to_jsonable_python
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.harness.archive import DraftError, draft_of
 from dspy_flashevolve.programs.usage import counting_usage
-from dspy_flashevolve.sandbox.contract import Failure, Job, Limits, LmRecord, LmRequest
+from dspy_flashevolve.sandbox.contract import Failure, Job, Limits, LmRecord, LmRequest, without_surrogates
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 
 T = TypeVar("T")
@@ -119,13 +120,14 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
             call = context.copy()  # a context runs once at a time
             return await asyncio.to_thread(call.run, call_in_thread, lm, request)
 
-        job = Job(self.module_src or "", self._class, as_json(inputs), self.memory, adapter=type(adapter).__name__)
+        plain = {name: as_json(inputs[name]) for name in self._signature_cls.input_fields if name in inputs}
+        job = Job(self.module_src or "", self._class, plain, self.memory, adapter=type(adapter).__name__)
         outcome = await _service().sandbox(self.limits, self.accept_missing_protection).run(job, call_lm)
         outputs = {name: field.annotation for name, field in self._signature_cls.output_fields.items()}
         fields, failure = ({}, outcome.failure) if outcome.failure else typed_fields(outcome.fields, outputs)
         if failure is not None:
             raise HarnessError(failure)
-        return dspy.Prediction(**fields)
+        return prediction_of(fields)
 
 
 class _Service:
@@ -134,7 +136,8 @@ class _Service:
     A program may be called from any thread or loop, while a sandbox belongs to one loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process_id: int) -> None:
+        self._process_id = process_id
         self._loop = asyncio.new_event_loop()
         self._sandboxes: dict[tuple[Limits, tuple[str, ...]], Sandbox] = {}
         threading.Thread(target=self._loop.run_forever, name="harness-sandboxes", daemon=True).start()
@@ -148,6 +151,8 @@ class _Service:
         return self._sandboxes.setdefault((limits, accepted), made)
 
     def _close(self) -> None:
+        if os.getpid() != self._process_id:  # a forked process has this object, and none of its thread
+            return
         for sandbox in self._sandboxes.values():
             self.run(sandbox.__aexit__()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -158,21 +163,35 @@ _making = threading.Lock()
 
 def _service() -> _Service:
     with _making:  # threads that ask at the same time, as dspy.Evaluate's do, must not make two
-        return _only_service()
+        return _service_of(os.getpid())
 
 
 @lru_cache(maxsize=1)
-def _only_service() -> _Service:
-    return _Service()
+def _service_of(process_id: int) -> _Service:
+    return _Service(process_id)
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as JSON data. Parts that have no JSON form become their ``repr``.
+    """Return a value as JSON data: NaN and infinity become None, other parts that have no JSON form their ``repr``.
 
-    >>> as_json({"when": {1, }, "what": object})
-    {'when': [1], 'what': "<class 'object'>"}
+    A value that is circular or has bytes that are not UTF-8 becomes its ``repr`` as a whole.
+
+    >>> as_json({"when": {1, }, "what": object, "score": float("nan")})
+    {'when': [1], 'what': "<class 'object'>", 'score': None}
     """
-    return json.loads(json.dumps(to_jsonable_python(value, fallback=repr)))
+    try:
+        plain = to_jsonable_python(value, fallback=repr, inf_nan_mode="null")
+    except ValueError:
+        plain = repr(value)
+    return json.loads(without_surrogates(json.dumps(plain, ensure_ascii=False)))
+
+
+def prediction_of(fields: Mapping[str, Any]) -> dspy.Prediction:
+    """Make a prediction of fields that may have any name: ``dspy.Prediction(**fields)`` refuses ``self``."""
+    prediction = dspy.Prediction()
+    for name, value in fields.items():
+        prediction[name] = value
+    return prediction
 
 
 def typed_fields(fields: Mapping[str, Any], outputs: Mapping[str, Any]) -> tuple[dict[str, Any], Failure | None]:
@@ -182,14 +201,14 @@ def typed_fields(fields: Mapping[str, Any], outputs: Mapping[str, Any]) -> tuple
     candidate.
 
     Returns:
-        The fields, and a failure where one is missing or has another type.
+        The output fields, without others that it returned, and a failure where one is missing or has another type.
 
     >>> typed_fields({"n": "3"}, {"n": int})
     ({'n': 3}, None)
     >>> print(typed_fields({}, {"n": int})[1])
     interface: forward returned no output field 'n'
     """
-    typed: dict[str, Any] = dict(fields)
+    typed: dict[str, Any] = {}
     for name, kind in outputs.items():
         if name not in fields:
             return {}, Failure("interface", f"forward returned no output field {name!r}")
@@ -244,7 +263,7 @@ async def call_on_loop(lm: Any, request: LmRequest) -> LmRecord:
 
 
 def _record(request: LmRequest, replies: list[dict[str, Any]], usage: dict[str, list[dict[str, Any]]]) -> LmRecord:
-    texts = [str(reply.get("text") or "") for reply in replies]
+    texts = [without_surrogates(str(reply.get("text") or "")) for reply in replies]
     counts = [_sum_usage(usage, name) for name in ("prompt_tokens", "completion_tokens")]
     guesses = [sum(len(str(message["content"])) for message in request.messages), sum(map(len, texts))]
     prompt, completion = (n or -(-guess // CHARACTERS_A_TOKEN) for n, guess in zip(counts, guesses, strict=True))

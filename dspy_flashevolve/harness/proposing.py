@@ -26,10 +26,9 @@ from dspy_flashevolve.harness.archive import (
     tools_of,
     trace_text,
     unknown_draft,
-    valid_text,
     whole_number,
 )  # fmt: skip
-from dspy_flashevolve.sandbox.contract import Limits
+from dspy_flashevolve.sandbox.contract import Limits, without_surrogates
 
 DIRECTIONS = (
     "the words of the prompts: what the traces show that the instructions do not say yet",
@@ -174,9 +173,9 @@ class Drafts:
                 given = signature.bind(*args, **kwargs)
             except TypeError as error:
                 expected = ", ".join(signature.parameters)
-                return valid_text(f"It was called with wrong arguments, expected {expected}: {error}"[:300])
+                return without_surrogates(f"It was called with wrong arguments, expected {expected}: {error}"[:300])
             answer = tool(*given.args, **given.kwargs)
-            return valid_text(answer if isinstance(answer, str) else await answer)
+            return without_surrogates(answer if isinstance(answer, str) else await answer)
 
         return guarded
 
@@ -241,7 +240,7 @@ class _Agent(dspy.ReAct):
     """A `dspy.ReAct` whose prompts are valid Unicode, also where thoughts or arguments of its LM are not."""
 
     def _format_trajectory(self, trajectory: dict[str, Any]) -> str:
-        return valid_text(super()._format_trajectory(trajectory))
+        return without_surrogates(super()._format_trajectory(trajectory))
 
 
 def agent_of(tools: Sequence[Callable[..., Awaitable[str]]], max_steps: int) -> dspy.Module:

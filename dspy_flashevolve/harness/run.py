@@ -30,7 +30,7 @@ from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step, StepEnded
 from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in, sources_in
-from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask, texts_of
+from dspy_flashevolve.harness.evaluating import FEW_LESSONS, Evaluations, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import (
     Directions,
@@ -81,7 +81,7 @@ class HarnessRun:
         self.missing_protection: tuple[str, ...] = ()
         """Names of the sandbox's layers that the machine does not give."""
         self._evaluations = Evaluations(settings, run, task, sandbox)
-        self._calls = settings.k * (SMOKE_EXAMPLES + len(task.lessons) + len(task.valset))
+        self._calls = settings.k * (2 * SMOKE_EXAMPLES + FEW_LESSONS + len(task.lessons) + len(task.valset))
         self._directions = Directions(settings.directions)
         self._proposers = anyio.Semaphore(settings.proposers)
         self._seeded, self._admitting = anyio.Event(), anyio.Lock()
@@ -89,7 +89,7 @@ class HarnessRun:
         self._resumed: set[tuple[int, int]] = set()
         """(step, position in its proposal) of the candidates that were in the journal."""
         self._warned: set[str] = set()
-        self._agent(self._drafts())  # before anything is asked
+        self._agent(self._drafts(0))  # before anything is asked
 
     async def search(self) -> None:
         """Search until all iterations are done or the run is stopped.
@@ -148,7 +148,7 @@ class HarnessRun:
 
     async def propose(self, step: Step, direction: str) -> tuple[list[Draft], int]:
         """Let an agent read the archive and write drafts; return them with the archive's version at their arrival."""
-        settings, archive, drafts_written = self.settings, self.archive, self._drafts()
+        settings, archive, drafts_written = self.settings, self.archive, self._drafts(step.number)
         asked = await self._ask(
             "propose",
             step,
@@ -175,7 +175,7 @@ class HarnessRun:
         self._being_evaluated[step.number] = drafts
         return drafts, version
 
-    def _drafts(self) -> Drafts:
+    def _drafts(self, step: int) -> Drafts:
         most = self.settings.proposer_tokens
 
         def is_spent() -> bool:
@@ -183,7 +183,8 @@ class HarnessRun:
             return most is not None and used is not None and tokens_of(used) >= most
 
         examples, runs = len(self.task.smoke_examples), self.settings.proposer_runs
-        return Drafts(self.task.inputs, self._evaluations.rehearse, examples, runs, is_spent)
+        rehearse = partial(self._evaluations.rehearse, step)
+        return Drafts(self.task.inputs, rehearse, examples, runs, is_spent)
 
     def _agent(self, drafts: Drafts) -> dspy.Module:
         """Return the agent of one proposal.

@@ -6,6 +6,8 @@
              a reply that cannot be read or holds no choice                      is no score; where but one example
                                                                                  stays so, it is failure_score for all
     NEVER    401, 402, 403, 404, no such model, no key, no credit                the run ends with the best so far
+             (403 and 404 of a request that a candidate wrote: REQUEST, if the
+             endpoint has answered others)
     REQUEST  context too long, content filter, another 4xx, a feature that       the candidate's score on the example:
              the model lacks; a reply whose text the adapter cannot parse        failure_score, as in dspy.GEPA
     (None)   an error of the program's, or of the metric's, own code; one that   the same
@@ -81,6 +83,9 @@ NO_PROVIDER = "LLM Provider NOT provided"
 """What litellm says, with the status 400, of a model's name that names no provider."""
 WAITS = (408, 409, 425, 429)
 REFUSALS = (401, 402, 403, 404)
+REFUSALS_OF_CONTENT = (403, 404)
+"""Out of these, what a gateway also answers to one request for what is in it: OpenRouter a moderated text with 403, a
+picture that no endpoint of the model supports with 404."""
 BROKEN = (
     ConnectionError,
     TimeoutError,
@@ -276,11 +281,15 @@ def is_timeout(error: BaseException) -> bool:
     return isinstance(error, timeouts) or _status_of(error) == 408
 
 
-def raise_provider_fault(error: Exception, lm_errors: Sequence[BaseException] = ()) -> None:
+def raise_provider_fault(
+    error: Exception, lm_errors: Sequence[BaseException] = (), *, others_answered: bool = False
+) -> None:
     """Raise for what says nothing of the candidate; return for errors of the program or of its request.
 
     Args:
         lm_errors: see :func:`fault_of`.
+        others_answered: the candidate wrote the request, and its endpoint has answered others: a refusal that may be
+            for its content (403, 404) is of the request.
 
     Raises:
         TransientError: see LATER above. It is tried again, outside the score.
@@ -290,6 +299,8 @@ def raise_provider_fault(error: Exception, lm_errors: Sequence[BaseException] = 
     if fault is None or fault[0] is Fault.REQUEST:
         return
     kind, culprit = fault
+    if others_answered and kind is Fault.NEVER and _status_of(culprit) in REFUSALS_OF_CONTENT:
+        return
     message = str(culprit) or type(culprit).__name__
     if kind is Fault.LATER:
         asked = getattr(culprit, ASKED, None)

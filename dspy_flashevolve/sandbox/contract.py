@@ -221,8 +221,18 @@ class CodeSandbox(Protocol):
         ...
 
 
+def without_surrogates(text: str) -> str:
+    r"""Return a text with "?" for each half of a surrogate pair. JSON can spell one (\ud800); UTF-8 has none, so that
+    a prompt with such a text could not be sent.
+
+    >>> without_surrogates("cut \ud83d")
+    'cut ?'
+    """
+    return text.encode("utf-8", "replace").decode()
+
+
 def encode(message: dict[str, Any]) -> bytes:
-    """Encode a message as a frame: header and payload.
+    """Encode a message as a frame: header and payload. See `without_surrogates` for what becomes of its texts.
 
     Raises:
         ValueError: the message has no JSON form; JSON has no infinite numbers and no NaN.
@@ -236,7 +246,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(payload: bytes, most_depth: int | None = MOST_DEPTH) -> dict[str, Any]:
-    """Decode the payload of a frame.
+    """Decode the payload of a frame. See `without_surrogates` for what becomes of its texts.
 
     Args:
         most_depth: most levels of nested lists and objects; None for as many as Python can read.
@@ -249,7 +259,8 @@ def decode(payload: bytes, most_depth: int | None = MOST_DEPTH) -> dict[str, Any
     dspy_flashevolve.sandbox.contract.WireError: a frame that is not JSON (ValueError: 1e999 is no JSON number)
     """
     try:
-        message: Any = json.loads(payload, parse_constant=_refuse, parse_float=_finite)
+        text = payload.decode()
+        message: Any = json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise WireError(f"a frame that is not JSON ({type(error).__name__}: {error})") from error
     if not isinstance(message, dict):
@@ -261,6 +272,8 @@ def decode(payload: bytes, most_depth: int | None = MOST_DEPTH) -> dict[str, Any
             inner = [child for values in lists for child in values if isinstance(child, dict | list)]
         if inner:
             raise WireError(f"a frame of more than {most_depth} lists and objects in each other")
+    if "\\ud" in text.lower():  # an escaped surrogate: `encode` writes none, but a candidate may
+        message = json.loads(encode(cast("dict[str, Any]", message))[HEADER.size :])
     return cast("dict[str, Any]", message)
 
 

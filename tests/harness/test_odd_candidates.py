@@ -1,0 +1,359 @@
+"""Odd data, odd candidates and odd answers of a provider: none of them ends a search, or is counted wrongly."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import dspy
+import pytest
+from dspy.utils.exceptions import LMAuthError, LMServerError, LMUnsupportedModelError
+
+from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, Harness, RunAbortedError
+from dspy_flashevolve.engine.check import check
+from dspy_flashevolve.harness.evaluating import task_of
+from dspy_flashevolve.harness.program import as_json, call_in_thread
+from dspy_flashevolve.sandbox.contract import HEADER, LmRequest, decode, encode
+from dspy_flashevolve.sandbox.sandbox import Sandbox
+from tests.fakes import fake_lm, reply_for
+from tests.harness.child import reply
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
+LAYERS = ("user", "namespaces", "landlock", "seccomp")
+TRAIN, VAL = (
+    [dspy.Example(question=f"{name} {number}", answer=str(number)).with_inputs("question") for number in range(count)]
+    for name, count in (("t", 5), ("v", 4))
+)
+LEARNS_NOTHING = "self.memory = {'lessons': len(batch)}"
+NEEDS_MEMORY = """
+class NeedsMemory(dspy.Module):
+    def learn(self, batch):
+        self.memory["seen"] = [lesson["inputs"]["question"] for lesson in batch]
+    def forward(self, question):
+        return dspy.Prediction(answer=str(len(self.memory["seen"])))
+"""
+
+
+def forward(body: str, learn: str = "") -> str:
+    """The source of a candidate with this body of ``forward``, and of ``learn`` where there is one."""
+    source = f"class A(dspy.Module):\n    def forward(self, question):\n        {body}\n"
+    return source + (f"    def learn(self, batch):\n        {learn}\n" if learn else "")
+
+
+def answering(answer: str, learn: str = "") -> str:
+    """The source of a candidate that gives one answer, without the LM."""
+    return forward(f"return dspy.Prediction(answer={answer!r})", learn)
+
+
+class Proposer:
+    """A proposer LM: the tool calls of each proposal, and the modules that it submits."""
+
+    def __init__(self, modules: Callable[[int], str] | str, calls: Sequence[tuple[str, dict[str, Any]]] = ()) -> None:
+        self.prompts: list[str] = []
+        self._modules, self._calls, self._made, self._proposals = modules, calls, 0, 0
+
+    def __call__(self, prompt: str) -> str:
+        self.prompts.append(prompt)
+        if "next_tool_name" in prompt:
+            name, arguments = (*self._calls, ("finish", {}))[self._made]
+            self._made += 1
+            return reply(next_thought="t", next_tool_name=name, next_tool_args=json.dumps(arguments))
+        self._made, self._proposals = 0, self._proposals + 1
+        source = self._modules if isinstance(self._modules, str) else self._modules(self._proposals - 1)
+        return reply(reasoning="r", modules=f"```python\n{source}\n```")
+
+
+def runs_of(source: str, *examples: int) -> list[tuple[str, dict[str, Any]]]:
+    """Tool calls that write a draft and run it on these examples."""
+    calls: list[tuple[str, dict[str, Any]]] = [("write_draft", {"name": "a", "source": source})]
+    return [*calls, *(("run_draft", {"name": "a", "example": example}) for example in examples)]
+
+
+def exact(gold: Any, pred: Any, trace: Any = None) -> dspy.Prediction:
+    return dspy.Prediction(score=float(gold.answer == pred.answer), feedback="it was compared")
+
+
+def search(
+    proposer: Any, *, student: Any = None, train: Any = TRAIN, val: Any = VAL, lm: Any = None, **more: Any
+) -> Any:
+    """A search in lockstep in the real sandbox; its result."""
+    arguments: dict[str, Any] = {"metric": exact, "iterations": 1, "k": 1, "num_threads": 4, **more}
+    optimizer = AsyncMetaHarness(
+        arguments.pop("metric"),
+        proposer_lm=fake_lm(proposer),
+        schedule="lockstep",
+        accept_missing_protection=LAYERS,
+        **arguments,
+    )
+    with dspy.context(lm=lm or fake_lm(lambda prompt: reply_for(prompt, answer="42"))):
+        program = optimizer.compile(student or dspy.Predict("question -> answer"), trainset=train, valset=val)
+    return program.detailed_results
+
+
+def harness(source: str, signature: str = "question -> answer", **arguments: Any) -> Harness:
+    return Harness(signature, source, accept_missing_protection=LAYERS, **arguments)
+
+
+# Texts that UTF-8 cannot have.
+
+
+def test_half_a_surrogate_pair_that_a_child_sends_is_replaced_and_a_whole_pair_is_a_character() -> None:
+    assert decode(rb'{"a\ud800": ["\uD800 x", "\ud83d\ude00", "\\ud800"]}') == {"a?": ["? x", "\U0001f600", "\\ud800"]}
+    assert decode(encode({"a": "\ud800"})[HEADER.size :]) == {"a": "?"}
+
+
+BREAKS_TEXTS = r"""
+class A(dspy.Module):
+    def forward(self, question):
+        body = b'{"kind":"failed","reason":"error","message":"\\ud800 was here","printed":"\\udfff"}'
+        dspy.settings.lm._connection._socket.sendall(len(body).to_bytes(4, "big") + body)
+        import time
+        time.sleep(60)
+"""
+
+
+def test_no_text_of_a_candidate_keeps_proposers_from_reading_the_archive(tmp_path: Path) -> None:
+    proposer = Proposer(lambda number: BREAKS_TEXTS if number == 0 else answering(str(number)))
+    results = search(proposer, iterations=3, log_dir=tmp_path)
+    assert [failed.failure.message for failed in results.failed] == ["? was here"]
+    assert len(results.candidates) == 3
+    "".join(proposer.prompts).encode()
+
+
+def test_half_a_surrogate_pair_in_a_reply_of_the_lm_is_replaced() -> None:
+    request = LmRequest([{"role": "user", "content": "x"}])
+    assert call_in_thread(fake_lm(lambda prompt: "cut \ud83d"), request).outputs == ["cut ?"]
+
+
+# Data that JSON does not have.
+
+
+def test_what_has_no_json_form_becomes_null_or_its_repr() -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    assert as_json([float("nan"), {"a": float("-inf")}]) == [None, {"a": None}]
+    assert as_json(b"\xff") == r"b'\xff'"
+    assert as_json(circle) == "[[...]]"
+    assert as_json("\ud800") == "?"
+    assert as_json({"when": {1}, "what": object}) == {"when": [1], "what": "<class 'object'>"}
+
+
+@pytest.mark.parametrize("label", [float("nan"), b"\xff"])
+def test_odd_labels_and_inputs_end_no_search(label: Any, tmp_path: Path) -> None:
+    rows = [dspy.Example(question=label, answer=label).with_inputs("question"), *TRAIN[1:]]
+    results = search(Proposer(answering("0", LEARNS_NOTHING)), train=rows, log_dir=tmp_path)
+    assert [candidate.score for candidate in results.candidates] == [0.0, 0.25]
+    assert search(Proposer(answering("0")), train=TRAIN, val=rows).candidates[1].score == 0.0
+
+
+# What a provider refuses.
+
+ASKS = forward("return dspy.Prediction(answer=dspy.settings.lm('refuse')[0])")
+
+
+def refusing(error: Exception, *, always: bool = False) -> Any:
+    def answer(prompt: str) -> str:
+        if always or "refuse" in prompt:
+            raise error
+        return reply_for(prompt, answer="42")
+
+    return fake_lm(answer)
+
+
+REFUSALS = [
+    LMAuthError(message="this picture is moderated", model="m", status=403),
+    LMUnsupportedModelError(message="No endpoints found that support image input", model="m", status=404),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=["403", "404"])
+def test_a_refusal_of_a_candidates_own_request_is_told_to_the_candidate(error: Exception) -> None:
+    proposer = Proposer(lambda number: ASKS if number == 0 else answering("0"))
+    results = search(proposer, iterations=2, lm=refusing(error))
+    assert [failed.failure.reason for failed in results.failed] == ["error"]
+    assert str(error.args[0] if error.args else error)[:20] in results.failed[0].failure.message
+    assert len(results.candidates) == 2
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=["403", "404"])
+def test_a_refusal_before_anything_was_answered_ends_the_run(error: Exception) -> None:
+    with pytest.raises(RunAbortedError):
+        search(Proposer(answering("0")), lm=refusing(error, always=True))
+
+
+def test_a_refused_key_ends_the_run_at_any_time() -> None:
+    with pytest.raises(RunAbortedError, match="Check the API key"):
+        search(Proposer(ASKS), lm=refusing(LMAuthError(message="no such key", model="m", status=401)))
+
+
+# The user's cost.
+
+
+def tokens_a_call(outcome: Any) -> float:
+    return outcome.tokens / len(outcome.calls)
+
+
+def endless(outcome: Any) -> float:
+    return float("inf")
+
+
+@pytest.mark.parametrize(("cost", "message"), [
+    (tokens_a_call, "cost tokens_a_call raised ZeroDivisionError"), (endless, "cost endless returned inf"),
+    (lambda outcome: None, "cost .*lambda.* returned None"),
+])  # fmt: skip
+def test_a_cost_that_is_no_number_is_an_error_that_names_it(cost: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        search(Proposer(answering("0")), cost=cost)
+
+
+def test_a_cost_may_be_a_number_of_numpy(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    results = search(Proposer(answering("0")), cost=lambda outcome: numpy.int64(3), log_dir=tmp_path)
+    assert [candidate.cost for candidate in results.candidates] == [3.0, 3.0]
+
+
+# A harness as a program.
+
+
+def test_a_harness_runs_in_a_forked_process() -> None:
+    program = harness(answering("7"))
+
+    def run(queue: Any) -> None:
+        queue.put(program(question="?").answer)
+
+    with dspy.context(lm=fake_lm(str)):
+        assert program(question="?").answer == "7"
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        child = context.Process(target=run, args=(queue,), daemon=True)
+        child.start()
+        try:
+            assert queue.get(timeout=60) == "7"
+        finally:
+            child.kill()
+            child.join()
+
+
+def test_a_harness_returns_the_output_fields_of_its_signature_and_no_others() -> None:
+    source = forward("return dspy.Prediction({name: 'x' for name in ('self', 'base', '_store', 'answer')})")
+    with dspy.context(lm=fake_lm(str)):
+        assert dict(harness(source)(question="?").items()) == {"answer": "x"}
+        assert dict(harness(source, "question -> self, base")(question="?").items()) == {"self": "x", "base": "x"}
+
+
+def test_only_the_inputs_of_the_signature_reach_a_harness() -> None:
+    with dspy.context(lm=fake_lm(str)):
+        assert harness(answering("7"))(question="?", id=3).answer == "7"
+
+
+# Inputs that the signature does not have.
+
+
+def rows_with_id(name: str, first: int) -> list[Any]:
+    return [
+        dspy.Example(question=f"{name} {number}", id=first + number, answer=str(number)).with_inputs("question", "id")
+        for number in range(4)
+    ]
+
+
+def test_candidates_get_the_inputs_of_the_signature_and_no_others() -> None:
+    results = search(Proposer(answering("0")), train=rows_with_id("t", 0), val=rows_with_id("v", 0))
+    assert [candidate.score for candidate in results.candidates] == [0.0, 0.25]
+
+
+def test_nobody_learns_from_a_question_that_it_is_scored_on_whatever_its_other_inputs() -> None:
+    rows = rows_with_id("q", 0)
+    task = task_of(dspy.Predict("question -> answer"), [*rows_with_id("q", 100)[:3], *rows_with_id("t", 200)], rows)
+    assert [example.question for example in task.lessons] == ["t 0", "t 1", "t 2", "t 3"]
+
+
+# The student.
+
+
+def test_a_harness_as_the_student_keeps_its_memory() -> None:
+    source = answering("?").replace("'?'", "self.memory['answer']")
+    results = search(Proposer(answering("x")), student=harness(source, memory={"answer": "1"}))
+    assert results.candidates[0].score == 0.25
+    assert results.candidates[0].memory == {"answer": "1"}
+
+
+def test_a_run_does_not_go_on_with_a_student_of_another_memory(tmp_path: Path) -> None:
+    source = answering("?").replace("'?'", "self.memory['answer']")
+    search(Proposer(answering("x")), student=harness(source, memory={"answer": "1"}), log_dir=str(tmp_path))
+    with pytest.raises(ConfigurationError, match="memory"):
+        search(Proposer(answering("x")), student=harness(source, memory={"answer": "2"}), log_dir=str(tmp_path))
+
+
+# Candidates that learn, and the runs of their drafts.
+
+
+def test_a_candidate_that_needs_its_memory_is_checked_with_one() -> None:
+    proposer = Proposer(NEEDS_MEMORY, runs_of(NEEDS_MEMORY, 0))
+    results = search(proposer)
+    assert 'prediction: {"answer": "4"}' in proposer.prompts[-1]
+    assert results.failed == ()
+    assert {trace.outcome.fields["answer"] for trace in results.candidates[1].traces} == {"2"}
+    assert results.candidates[1].memory == {"seen": [example.question for example in TRAIN]}
+
+
+def test_with_few_lessons_a_candidate_is_checked_on_what_it_has_learnt_from() -> None:
+    assert search(Proposer(NEEDS_MEMORY), train=TRAIN[:2]).failed == ()
+
+
+def test_where_nothing_is_learnt_from_a_draft_is_run_without_learning() -> None:
+    source = answering("0", "self.memory = batch[-1]")
+    proposer = Proposer(source, runs_of(source, 0))
+    assert len(search(proposer, val=None).candidates) == 2
+    assert "in learn" not in proposer.prompts[-1]
+
+
+ASKS_MUCH = answering("0", "[dspy.settings.lm(str(number)) for number in range(10)]")
+
+
+def test_what_the_run_of_a_draft_costs_is_counted(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def counted(gold: Any, pred: Any, trace: Any = None) -> float:
+        calls.append(gold.question)
+        return 1.0
+
+    proposer = Proposer(answering("0"), runs_of(ASKS_MUCH, 0))
+    results = search(proposer, metric=counted, log_dir=tmp_path)
+    proposals = 7 * len(proposer.prompts)  # a call of a fake has 7 tokens
+    assert results.stats.tokens_by_stage["propose"] == proposals + 10 * 7
+    assert results.stats.metric_calls == len(calls)
+    assert check(tmp_path).problems == []
+    again = search(proposer, metric=counted, log_dir=tmp_path)
+    assert again.stats.metric_calls == len(calls), "nothing is paid twice"
+
+
+def test_what_the_lessons_of_a_draft_cost_is_counted_though_the_provider_fails_in_one() -> None:
+    source = forward("return dspy.Prediction(answer=dspy.settings.lm('own: ' + question)[0])", "pass")
+
+    def answer(prompt: str) -> str:
+        if "own: t 3" in prompt:
+            raise LMServerError(message="down", model="m", status=503)
+        return reply_for(prompt, answer="42")
+
+    proposer = Proposer(answering("0"), runs_of(source, 0))
+    results = search(proposer, lm=fake_lm(answer))
+    assert "It was not run (TransientError)" in proposer.prompts[-1]
+    assert results.stats.tokens_by_stage["propose"] == 7 * len(proposer.prompts) + 2 * 7
+
+
+def test_a_draft_that_fails_gravely_in_a_lesson_has_no_more_of_them() -> None:
+    source = forward("open('/etc/passwd')", LEARNS_NOTHING)
+    proposer, jobs = Proposer(answering("0"), runs_of(source, 0)), list[Any]()
+
+    class Watched(Sandbox):
+        async def run(self, job: Any, call_lm: Any) -> Any:
+            jobs.append(job)
+            return await super().run(job, call_lm)
+
+    search(proposer, sandbox=Watched(accept_missing_protection=LAYERS))
+    assert "failed: forbidden" in proposer.prompts[-1]
+    assert sum("passwd" in job.source for job in jobs) == 1
