@@ -32,6 +32,7 @@ from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, Place, StalenessPolicy
 from dspy_flashevolve.evoflux.execution import Execution, Executor
 from dspy_flashevolve.evoflux.repair import Repairer
+from dspy_flashevolve.evoflux.tools import CHECK
 from dspy_flashevolve.evoflux.workflow import Workflow
 
 POPULATION = 15
@@ -165,7 +166,8 @@ class Search:
     ) -> None:
         self.settings, self.executor, self.stats = settings, executor, executor.stats
         self._planning, self._editing, self._request, self._tokens = planning, editing, request, tokens
-        self._asked = {**inputs, "tools": "\n".join(spec.for_planner() for spec in executor.tools.values())}
+        shown = [spec.for_planner() for name, spec in executor.tools.items() if name != CHECK]
+        self._asked = {**inputs, "tools": "\n".join(shown)}
         plain = {name: value for name, value in inputs.items() if isinstance(value, str | int | float | list | dict)}
         self._repairer, self._is_alone = Repairer(executor.tools, plain), is_alone
         self._unreadable = "none yet"
@@ -230,6 +232,9 @@ class Search:
                 raise
             self.stats.stop_reason = f"the planner's LM failed: {error}"[:FEEDBACK_CHARACTERS]
             return
+        if made is not None and not made.workflow.nodes:
+            self.stats.unusable_replies += 1
+            self._unreadable, made = "The last reply had no nodes: at least one tool has to be called.", None
         if made is None or str(made.workflow) in self._seen:
             self._futile += 1
             await anyio.lowlevel.checkpoint()
