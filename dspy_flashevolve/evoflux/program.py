@@ -38,10 +38,10 @@ from dspy_flashevolve.programs.settings import check_counts, check_limits
 from dspy_flashevolve.programs.usage import counting_usage, tokens_of
 
 PLAN = """Plan the tool calls that gather what is needed to produce {outputs} from {inputs}, as a list of nodes, one a
-call: its id, the name of one of the tools, and every parameter that the tool's schema requires. Do what is asked for and
-no more: leave out tools that it does not need. A value that is not in {inputs} comes out of an earlier node's output, and
-is written {{"$ref": "node.field"}}, with numbers for items of lists; never make one up. `after` names nodes that have to
-run before for what they do.
+call: its id, the name of one of the tools, and every parameter that the tool's schema requires. Do what is asked for
+and no more: leave out tools that it does not need. A value that is not in {inputs} comes out of an earlier node's
+output, and is written {{"$ref": "node.field"}}, with numbers for items of lists; never make one up. `after` names nodes
+that have to run before for what they do.
 
 For example, with other tools, for "Tell Ann's first team that lunch is at noon.":
 [{{"id": "n1", "tool": "find_person", "parameters": {{"name": "Ann"}}}},
