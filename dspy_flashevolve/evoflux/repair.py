@@ -60,6 +60,8 @@ class Repairer:
 
     def repaired(self, workflow: Workflow) -> Workflow:
         """Repair what the static check complains of, as far as it is clear how."""
+        for node in workflow.nodes:
+            workflow = with_node(workflow, node, self._with_what_was_looked_up(workflow, node))
         for _ in range(_ROUNDS):
             complaints = workflow.check(self.tools)
             # Identifiers first: while two nodes share one, a complaint does not say which of them it means.
@@ -71,6 +73,24 @@ class Repairer:
                 break
             workflow = changed
         return workflow
+
+    def _with_what_was_looked_up(self, workflow: Workflow, node: Node) -> Node:
+        """Take a parameter from the output of another node that was given the same text for something else.
+
+        Small planners write ``order(sku="tea")`` after ``find(name="tea")``, which returns the sku.
+        """
+        spec = self.tools.get(node.tool)
+        for name, schema in properties_of(spec.input_schema if spec is not None else None).items():
+            text = node.parameters.get(name)
+            if not isinstance(text, str) or not text:
+                continue
+            for source in sources(workflow, node):
+                has_it = any(other != name and given == text for other, given in source.parameters.items())
+                reference = self._field_of(source, [name], schema) if has_it else None
+                if reference is not None:
+                    node = with_parameter(node, (name,), reference.as_json())
+                    break
+        return node
 
     def repaired_run(self, workflow: Workflow, execution: Execution) -> Workflow:
         """Repair what a run complained of: references to fields that are not there, arguments against the schema."""

@@ -58,3 +58,36 @@ def test_an_edit_swaps_a_tool_that_raised_for_those_that_take_all_that_it_was_gi
     ran = Execution((NodeRun("a", "git_status", "failed", fault="exception", error="no"),))
     edits = Repairer(TOOLS).edits(flow, ran, random.Random(0))
     assert {edited.nodes[-1].tool for edited in edits} == {"git_commit"}
+
+
+def returning(name: str, *fields: str, takes: str) -> ToolSpec:
+    made = spec(name, takes)
+    output = {"type": "object", "properties": {key: {"type": "string"} for key in fields}, "required": list(fields)}
+    return ToolSpec(name, "", made.input_schema, output, "read", made.function)
+
+
+LOOKUPS = {
+    each.name: each
+    for each in (
+        returning("find_item", "sku", takes="name"), returning("find_owner", "sku", "name", takes="name"),
+        spec("order_item", "sku", "note"), spec("praise", "name"),
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "taken"),
+    [
+        ("tea", {"sku": "tea", "note": "tea"}, {"sku": {"$ref": "a.sku"}, "note": "tea"}),
+        ("tea", {"sku": "SKU-9", "note": "soon"}, {"sku": "SKU-9", "note": "soon"}),
+        ("", {"sku": "", "note": "soon"}, {"sku": "", "note": "soon"}),
+    ],
+)
+def test_what_was_looked_up_by_a_text_is_taken_in_its_place_and_nothing_else(name: str, given: Any, taken: Any) -> None:
+    repaired = Repairer(LOOKUPS).repaired(workflow(("a", "find_item", {"name": name}), ("b", "order_item", given)))
+    assert repaired.nodes[1].parameters == taken
+
+
+def test_a_text_that_two_tools_take_under_the_same_name_stays_a_text() -> None:
+    flow = workflow(("a", "find_owner", {"name": "tea"}), ("b", "praise", {"name": "tea"}))
+    assert Repairer(LOOKUPS).repaired(flow) == flow
