@@ -79,7 +79,7 @@ class Repairer:
 
         Small planners write ``order(sku="tea")`` after ``find(name="tea")``, which returns the sku.
         """
-        spec = self.tools.get(node.tool)
+        spec, changed = self.tools.get(node.tool), node
         for name, schema in properties_of(spec.input_schema if spec is not None else None).items():
             text = node.parameters.get(name)
             if not isinstance(text, str) or not text:
@@ -88,9 +88,9 @@ class Repairer:
                 has_it = any(other != name and given == text for other, given in source.parameters.items())
                 reference = self._field_of(source, [name], schema) if has_it else None
                 if reference is not None:
-                    node = with_parameter(node, (name,), reference.as_json())
+                    changed = with_parameter(changed, (name,), reference.as_json())
                     break
-        return node
+        return changed
 
     def repaired_run(self, workflow: Workflow, execution: Execution) -> Workflow:
         """Repair what a run complained of: references to fields that are not there, arguments against the schema."""
