@@ -184,7 +184,8 @@ class Evoflux(dspy.Module):
         )
         self.requests = Requests(num_threads)
         asked = {name: (field.annotation, field) for name, field in wanted.input_fields.items()}
-        plain = dspy.make_signature({name: (field.annotation, field) for name, field in wanted.fields.items()})
+        fields: dict[str, Any] = {name: (field.annotation, field) for name, field in wanted.fields.items()}
+        plain = dspy.make_signature(fields)
         told = "" if wanted.instructions in ("", plain.instructions) else f"{wanted.instructions}\n\n"
         catalogue = dspy.InputField(desc="one tool a line, as JSON: its parameters' schema and what it does")
         feedback = dspy.InputField(desc="what was tried, and what came of it")
