@@ -250,9 +250,8 @@ def agent_of(tools: Sequence[Callable[..., Awaitable[str]]], max_steps: int) -> 
         tools: coroutine functions.
         max_steps: most tool calls of the agent.
     """
-    checking = [dspy.Tool(tool) for tool in tools]
-    for tool in checking:
-        tool.has_kwargs = True  # the tool itself answers an argument that it does not take; dspy's check would raise
+    # A tool itself answers an argument that it does not take; dspy's check would raise.
+    checking = [dspy.Tool(tool).model_copy(update={"has_kwargs": True}) for tool in tools]
     agent: Any = _Agent(ProposeHarness, tools=checking, max_iters=max_steps)
     agent.tools["finish"] = dspy.Tool(_finish, name="finish", desc=agent.tools["finish"].desc, args={})
     return agent

@@ -112,7 +112,7 @@ def test_a_finished_run_tells_a_password_in_an_address_nowhere(
 ) -> None:
     directory, lm = tmp_path / "run", Own("openai/m", api_base=f"http://me:{PASSWORD}@localhost:1/v1", cache=False)
     with dspy.context(lm=lm), caplog.at_level(logging.DEBUG, "dspy_flashevolve"):
-        details = compiled(60, log_dir=str(directory), reflection_lm=lm).detailed_results
+        details = compiled(100, log_dir=str(directory), reflection_lm=lm).detailed_results
     assert len(details.candidates) > 1
     page = directory / "report.html"
     told = [command("lineage", str(directory), "--prompts"), command("report", str(directory), "-o", str(page))]
