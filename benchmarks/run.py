@@ -53,8 +53,6 @@ EDITS = "gepa-edits"
 """dspy.GEPA with AsyncGEPA's proposer, which asks for edits."""
 PLAYBOOKS = {"ace": "async", "ace-lockstep": "lockstep"}
 """AsyncACE, and ACE's reference loop: the reflection model is its reflector and its curator."""
-EPOCHS = 1000
-"""So many that the limits are what ends a run of ACE."""
 STUDENT = "text-student"
 FILE = "file:"
 COLUMNS = (
@@ -229,6 +227,7 @@ def chosen(name: str) -> Method:
 
 
 def _playbooks(schedule: Any, workload: Workload, limits: Limits, recorder: Recorder) -> Any:
+    from benchmarks.ace_runs import EPOCHS
     from dspy_flashevolve import AsyncACE
 
     return AsyncACE(
@@ -239,7 +238,7 @@ def _playbooks(schedule: Any, workload: Workload, limits: Limits, recorder: Reco
         num_threads=limits.slots,
         schedule=schedule,
         max_metric_calls=limits.metric_calls,
-        max_seconds=limits.seconds,
+        max_seconds=limits.wall_seconds,
         seed=limits.seed,
     )
 
