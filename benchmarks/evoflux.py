@@ -40,7 +40,8 @@ from benchmarks.results import RESULTS, append_json_lines, table
 from benchmarks.tool_tasks.servers import ServerTask, server_tasks
 from benchmarks.tool_tasks.tasks import ToolTask, tasks
 from dspy_flashevolve.engine.batches import gather
-from dspy_flashevolve.evoflux import Evoflux, ToolSpec
+from dspy_flashevolve.evoflux import Evoflux, ToolSpec, Workflow
+from dspy_flashevolve.evoflux.plans import as_python, read_plan
 from dspy_flashevolve.evoflux.schemas import properties_of
 from dspy_flashevolve.evoflux.tools import as_json
 from dspy_flashevolve.sim.virtual import run
@@ -126,22 +127,24 @@ class ScriptedPlanner:
     def _reply(self, prompt: str) -> str:
         if "[[ ## next_tool_name ## ]]" in prompt:
             return self._react(prompt)
-        if "[[ ## removed ## ]]" in prompt:
-            nodes = self._edit(prompt)
-            return _format(nodes=json.dumps(nodes), removed="[]")
-        if "[[ ## nodes ## ]]" in prompt:
-            return _format(nodes=json.dumps([self._flawed(node) for node in self.task.nodes]))
+        if "[[ ## workflow ## ]]" in prompt:
+            return _format(plan=as_python(Workflow.from_json(self._edit(prompt))))
+        if "[[ ## plan ## ]]" in prompt:
+            return _format(plan=as_python(Workflow.from_json([self._flawed(node) for node in self.task.nodes])))
         return _format(reasoning="-", answer="done", citations="[]")
 
     def _edit(self, prompt: str) -> list[dict[str, Any]]:
         asked = prompt.rsplit("[[ ## feedback ## ]]", 1)[-1]
         named = set(re.findall(r"^node '(\w+)': DID NOT RUN|check: node '(\w+)'", asked, re.MULTILINE))
         ids = {name for pair in named for name in pair if name}
-        return [
-            node if self._rng.random() < self._skill.mends else self._flawed(node)
+        shown = prompt.rsplit("[[ ## workflow ## ]]\n", 1)[-1].split("\n\n[[ ## ")[0]
+        written = {
+            node["id"]: node if self._rng.random() < self._skill.mends else self._flawed(node)
             for node in self.task.nodes
             if node["id"] in ids or not ids
-        ]
+        }
+        nodes = [written.pop(node["id"], node) for node in read_plan(shown, {}).as_json()["nodes"]]
+        return [*nodes, *written.values()]
 
     def _flawed(self, node: dict[str, Any]) -> dict[str, Any]:
         made = json.loads(json.dumps(node))

@@ -29,7 +29,7 @@ from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.evoflux.schemas import Path, Schema, faults_of, field_schema, types_of
 from dspy_flashevolve.evoflux.tools import ToolSpec, as_json
-from dspy_flashevolve.evoflux.workflow import Node, Workflow, field_name
+from dspy_flashevolve.evoflux.workflow import TEXT, Node, Workflow, field_name, joined_texts
 
 Status = Literal["ran", "failed", "waiting", "skipped"]
 """It gave an output; its call or the preparation of it failed; it waits for the final run; what it needs is missing."""
@@ -354,7 +354,9 @@ def bind(node: Node, runs: Mapping[str, NodeRun], schema: Schema) -> dict[str, A
     bound = copy.deepcopy(node.parameters)
     for path, reference in node.references:
         run = runs[reference.node]
-        wanted = field_schema(schema, path) if run.text is not None and not reference.path else {}
+        wanted: Schema | str = {}
+        if run.text is not None and not reference.path:
+            wanted = {"type": "string"} if TEXT in path else field_schema(schema, path)
         is_text = isinstance(wanted, dict) and "string" in types_of(wanted) and bool(faults_of(run.output, wanted))
         value: Any = run.text if is_text else run.output
         for position, part in enumerate(reference.path):
@@ -370,7 +372,7 @@ def bind(node: Node, runs: Mapping[str, NodeRun], schema: Schema) -> dict[str, A
         for part in path[:-1]:
             place = place[part]
         place[path[-1]] = copy.deepcopy(value)
-    return bound
+    return cast("dict[str, Any]", joined_texts(bound)) if any(TEXT in path for path, _ in node.references) else bound
 
 
 def _text_of(error: BaseException) -> str:

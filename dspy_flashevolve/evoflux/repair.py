@@ -14,9 +14,9 @@ from difflib import SequenceMatcher
 from typing import Any, cast
 
 from dspy_flashevolve.evoflux.execution import Execution, Fault
-from dspy_flashevolve.evoflux.schemas import Path, Schema, can_fit, faults_of, field_schema, properties_of
+from dspy_flashevolve.evoflux.schemas import Path, Schema, can_fit, faults_of, properties_of
 from dspy_flashevolve.evoflux.tools import CHECK, ToolSpec
-from dspy_flashevolve.evoflux.workflow import Complaint, Node, Reference, Workflow
+from dspy_flashevolve.evoflux.workflow import Complaint, Node, Reference, Workflow, reference_in, wanted_at
 
 LIKENESS = 0.55
 """Similarity of two names (difflib's ratio) from which one is taken for the other. A round number: "city_name" and
@@ -93,13 +93,31 @@ class Repairer:
         return changed
 
     def repaired_run(self, workflow: Workflow, execution: Execution) -> Workflow:
-        """Repair what a run complained of: references to fields that are not there, arguments against the schema."""
+        """Repair what a run complained of: references to fields that are not there, arguments against the schema.
+
+        Of a node whose tool raised, texts are spelled as the question does.
+        """
         known = replace(self, outputs=execution.outputs)
         for run in execution.failures:
             if run.path and run.tool in self.tools:
                 complaint = Complaint(run.node, run.path, run.error, "reference")
                 workflow = known._answered(workflow, complaint)
+            elif run.fault == "exception":
+                node = next(node for node in workflow.nodes if node.id == run.node)
+                workflow = with_node(workflow, node, node.changed(parameters=self._as_asked(node.parameters)))
         return known.repaired(workflow)
+
+    def _as_asked(self, value: Any) -> Any:
+        """Spell texts of a parameter's value as the question does: "Tea" as "tea", if that is what it says."""
+        if isinstance(value, dict) and reference_in(value) is None:
+            return {name: self._as_asked(inner) for name, inner in cast("dict[str, Any]", value).items()}
+        if isinstance(value, list):
+            return [self._as_asked(inner) for inner in cast("list[Any]", value)]
+        asked = [text for text in self.inputs.values() if isinstance(text, str)]
+        if not isinstance(value, str) or not value or any(value in text for text in asked):
+            return value
+        found = (re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text, re.IGNORECASE) for text in asked)
+        return next((match.group() for match in found if match), value)
 
     def edits(
         self, workflow: Workflow, execution: Execution, rng: random.Random, everywhere: bool = False
@@ -143,7 +161,7 @@ class Repairer:
             if other.id not in {node.id, *node.needs, *later}:
                 yield with_node(workflow, node, node.changed(after=(*node.after, other.id)))
         for path, reference in node.references:  # check a value before the node takes it
-            wanted = field_schema(spec.input_schema, path)
+            wanted = wanted_at(spec.input_schema, path)
             if not isinstance(wanted, str) and wanted and all(other.tool != CHECK for other in workflow.nodes):
                 given = {"value": reference.as_json(), "schema": wanted}
                 check = Node(id=free_name(workflow, "check"), tool=CHECK, parameters=given)
@@ -173,7 +191,7 @@ class Repairer:
             return workflow
         # What is wrong inside the value of a reference is answered by another reference.
         path = next((where for where, _ in node.references if where == complaint.path[: len(where)]), complaint.path)
-        wanted = field_schema(spec.input_schema, path)
+        wanted = wanted_at(spec.input_schema, path)
         if isinstance(wanted, str):
             return with_node(workflow, node, _with_parameter_renamed(node, path, spec.input_schema))
         value = self._value_for(workflow, node, path, wanted)

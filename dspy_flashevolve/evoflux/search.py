@@ -31,6 +31,7 @@ from dspy.utils.exceptions import AdapterParseError
 from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, Place, StalenessPolicy
 from dspy_flashevolve.evoflux.execution import Execution, Executor
+from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan, stub_of
 from dspy_flashevolve.evoflux.repair import Repairer
 from dspy_flashevolve.evoflux.tools import CHECK
 from dspy_flashevolve.evoflux.workflow import Workflow
@@ -124,7 +125,7 @@ def intensity(growth: float) -> float:
 
 def pruned(candidates: Sequence[Candidate], size: int = POPULATION, diverse: bool = True) -> list[Candidate]:
     """Keep at most ``size`` candidates: the worst of the most frequent structure goes first, the best never."""
-    kept = sorted(candidates, key=lambda candidate: (-candidate.score, candidate.number))
+    kept = sorted(candidates, key=lambda each: (-each.score, not each.execution.is_complete, each.number))
     while len(kept) > size:
         counts = Counter(candidate.workflow.structure for candidate in kept)
         worst = max(range(1, len(kept)), key=lambda place: (diverse and counts[kept[place].workflow.structure], place))
@@ -166,11 +167,11 @@ class Search:
     ) -> None:
         self.settings, self.executor, self.stats = settings, executor, executor.stats
         self._planning, self._editing, self._request, self._tokens = planning, editing, request, tokens
-        shown = [spec.for_planner() for name, spec in executor.tools.items() if name != CHECK]
+        shown = [stub_of(spec) for name, spec in executor.tools.items() if name != CHECK]
         self._asked = {**inputs, "tools": "\n".join(shown)}
         plain = {name: value for name, value in inputs.items() if isinstance(value, str | int | float | list | dict)}
         self._repairer, self._is_alone = Repairer(executor.tools, plain), is_alone
-        self._unreadable = "none yet"
+        self._last_reply = ""
         self.population: list[Candidate] = []
         """The best first."""
         self.growth = FIRST_GROWTH
@@ -182,7 +183,7 @@ class Search:
 
     @property
     def best(self) -> Candidate | None:
-        """The candidate with the most evidence; the earliest of equals."""
+        """The candidate with the most evidence; of equals one that ran completely, and the earliest."""
         return self.population[0] if self.population else None
 
     async def run(self) -> Candidate | None:
@@ -223,19 +224,18 @@ class Search:
         step = QueryStep(self.version, parent.score if parent else 0.0)
         try:
             made = await self._propose(step, parent, repaired)
-        except AdapterParseError as error:  # the reply is no workflow
+        except (AdapterParseError, PlanError) as error:  # the reply is no workflow
             self.stats.unusable_replies += 1
-            self._unreadable = f"The last reply could not be read. {error}"[:FEEDBACK_CHARACTERS]
+            self._last_reply = f"The last reply could not be read. {error}"[:FEEDBACK_CHARACTERS]
             made = None
         except dspy.LMError as error:
             if not self.population or not self._is_alone:
                 raise
             self.stats.stop_reason = f"the planner's LM failed: {error}"[:FEEDBACK_CHARACTERS]
             return
-        if made is not None and not made.workflow.nodes:
-            self.stats.unusable_replies += 1
-            self._unreadable, made = "The last reply had no nodes: at least one tool has to be called.", None
         if made is None or str(made.workflow) in self._seen:
+            if made is not None and made.origin in ("redesign", "LM edit"):
+                self._last_reply = "The last reply was tried before: write others."
             self._futile += 1
             await anyio.lowlevel.checkpoint()
             return
@@ -281,39 +281,42 @@ class Search:
         """Make a workflow; None where nothing was found."""
         without = self.settings.without
         if parent is None:
-            return self._written("plan", await self._plan(step, self._unreadable))
+            return self._written("plan", await self._plan(step, self._last_reply or "none yet"))
         if repaired is not None:
             return Candidate(repaired, "repair", parent.planned)
         is_due = self.growth < REDESIGN_BELOW and self.steps - self._last_redesign >= COOL_DOWN
         if is_due and "redesign" not in without:
             self._last_redesign = self.steps
-            tried = [f"Tried before: {each.workflow}\n{self._feedback_on(each)}" for each in self.population[:3]]
+            best = self.population[:3]
+            tried = [f"Tried before:\n{as_python(each.workflow)}\n{self._feedback_on(each)}" for each in best]
             return self._written("redesign", await self._plan(step, "\n\n".join(tried)))
         edited = self._edited(parent) if self._rng.random() < intensity(self.growth) or "LM edits" in without else None
         if edited is not None or "LM edits" in without:
             return edited
-        return self._written("LM edit", await self._edit(step, parent), parent.execution.outputs)
+        feedback = f"{self._feedback_on(parent)}\n{self._last_reply}".rstrip()
+        fields = {"workflow": as_python(parent.workflow), "feedback": feedback}
+        edited = await self._reply("repair", step, self._editing, **fields)
+        made = self._written("LM edit", edited, parent.execution.outputs)
+        return replace(made, planned=max(parent.planned, made.planned))
 
     async def _plan(self, step: QueryStep, feedback: str) -> Workflow:
-        return Workflow(tuple((await self._reply("plan", step, self._planning, feedback=feedback)).nodes or ()))
+        return await self._reply("plan", step, self._planning, feedback=feedback)
 
-    async def _edit(self, step: QueryStep, parent: Candidate) -> Workflow:
-        fields = {"workflow": str(parent.workflow), "feedback": self._feedback_on(parent)}
-        reply = await self._reply("repair", step, self._editing, **fields)
-        changed = {node.id: node for node in reply.nodes or ()}
-        old = [node for node in parent.workflow.nodes if node.id not in (reply.removed or ())]
-        kept = [changed.pop(node.id, node) for node in old]
-        return Workflow((*kept, *changed.values()))
-
-    async def _reply(self, stage: str, step: QueryStep, predictor: dspy.Predict, **fields: str) -> Any:
+    async def _reply(self, stage: str, step: QueryStep, predictor: dspy.Predict, **fields: str) -> Workflow:
+        """Ask for a plan, and read it."""
         again = self._replies + self._asking
         # dspy's cache would give the same reply to the same prompt.
-        config = {"config": {"rollout_id": again, "temperature": 1.0}} if again else {}
+        lm = predictor.lm or dspy.settings.lm
+        own = predictor.config.get("temperature") or getattr(lm, "kwargs", {}).get("temperature")
+        config = {"config": {"rollout_id": again, "temperature": own or 1.0}} if again else {}
         self._asking += 1
         try:
-            return await self._request(stage, step, partial(predictor.acall, **self._asked, **fields, **config))
+            reply = await self._request(stage, step, partial(predictor.acall, **self._asked, **fields, **config))
         finally:
             self._asking, self._replies = self._asking - 1, self._replies + 1
+        read = read_plan(str(reply.plan or ""), self.executor.tools, self._repairer.inputs)
+        self._last_reply = ""
+        return read
 
     def _feedback_on(self, candidate: Candidate) -> str:
         """Say for an LM what the check and the run had against a workflow."""

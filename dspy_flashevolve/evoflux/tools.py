@@ -57,13 +57,6 @@ class ToolSpec:
             return await self.function(**arguments)
         return await threads.run(self.function, **arguments)
 
-    def for_planner(self) -> str:
-        """Describe the tool in one line of JSON for an LM."""
-        shown: dict[str, Any] = {"tool": self.name, "does": self.description, "parameters": self.input_schema}
-        if self.output_schema is not None:
-            shown["output"] = self.output_schema
-        return json.dumps(shown | {"effect": self.effect}, ensure_ascii=False)
-
 
 def as_json(value: Any) -> Any:
     """Return a tool's output as JSON's types; text that is a JSON or Python object or list is read as one.

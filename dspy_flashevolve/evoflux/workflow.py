@@ -1,8 +1,9 @@
 """A workflow: a graph of tool calls in which parameters may refer to fields of earlier outputs, and its static check.
 
 In JSON a workflow is ``{"nodes": [{"id": "n1", "tool": "search", "parameters": {"query": "tea"}}, ...]}``. A parameter,
-at any depth, may be a reference to a field whose name has no dot: ``{"$ref": "n1.rows.0.id"}``. ``after`` names nodes
-that have to run before without giving an output.
+at any depth, may be a reference to a field whose name has no dot: ``{"$ref": "n1.rows.0.id"}``; and a text that is
+joined once such fields are known: ``{"$text": ["Found ", {"$ref": "n1.rows.0.id"}]}``. ``after`` names nodes that have
+to run before without giving an output.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dspy_flashevolve.evoflux.tools import ToolSpec
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 REFERENCE = "$ref"
+TEXT = "$text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,24 @@ def references_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Reference
     elif isinstance(value, list):
         for index, inner in enumerate(cast("list[Any]", value)):
             yield from references_in(inner, (*path, index))
+
+
+def joined_texts(value: Any) -> Any:
+    """Return a value in which the parts of each text are joined; what is no text stands in it as JSON."""
+    if isinstance(value, list):
+        return [joined_texts(inner) for inner in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    fields = {name: joined_texts(inner) for name, inner in cast("dict[str, Any]", value).items()}
+    if set(fields) != {TEXT} or not isinstance(fields[TEXT], list):
+        return fields
+    parts = cast("list[Any]", fields[TEXT])
+    return "".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
+
+
+def wanted_at(schema: Schema, path: Path) -> Schema | str:
+    """Return what a tool's schema says of the value at a path, as ``field_schema``; of a text's part, nothing."""
+    return {} if TEXT in path else field_schema(schema, path)
 
 
 class Node(BaseModel):
@@ -223,7 +243,7 @@ def _complaints(workflow: Workflow, tools: Mapping[str, ToolSpec]) -> Iterator[C
             for path, message in faults_of(node.parameters, spec.input_schema, opaque):
                 yield Complaint(node.id, path, message, "parameter")
             for path, reference in node.references:
-                if message := _reference_fault(reference, field_schema(spec.input_schema, path), by_id, tools):
+                if message := _reference_fault(reference, wanted_at(spec.input_schema, path), by_id, tools):
                     yield Complaint(node.id, path, message, "reference")
 
 

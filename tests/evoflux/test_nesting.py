@@ -88,16 +88,16 @@ def test_questions_at_the_same_time_share_the_slots() -> None:
 
 
 @pytest.mark.parametrize("is_sync", [False, True])
-@pytest.mark.parametrize("fails", ["removed", "evidence"])
+@pytest.mark.parametrize("fails", ["workflow", "evidence"])
 def test_inside_another_run_an_error_of_the_provider_is_that_runs(is_sync: bool, fails: str) -> None:
     """Alone the search ends with what was found, and an answer after a write is None; here both would be scored."""
 
     def reply(prompt: str) -> str:
         if f"[[ ## {fails} ## ]]" in prompt:
             raise ConnectionError("429 too many requests")
-        if "[[ ## nodes ## ]]" in prompt:
-            tools = ["fail"] if fails == "removed" else ["write"]
-            return reply_for(prompt, nodes=json.dumps([{"id": tool, "tool": tool} for tool in tools]))
+        if "[[ ## plan ## ]]" in prompt:
+            tools = ["fail"] if fails == "workflow" else ["write"]
+            return reply_for(prompt, plan=json.dumps([{"id": tool, "tool": tool} for tool in tools]))
         return reply_for(prompt, answer="done", citations="[]")
 
     def write() -> str:

@@ -193,8 +193,8 @@ def test_an_answer_that_cannot_be_read_after_a_write_is_told_and_not_raised() ->
     shop = Shop()
 
     def reply(prompt: str) -> str:
-        asked = "[[ ## nodes ## ]]" in prompt or "`nodes`" in prompt
-        return reply_for(prompt, nodes=json.dumps([node("a", "charge")])) if asked else "It was charged."
+        asked = "[[ ## plan ## ]]" in prompt or "`plan`" in prompt
+        return reply_for(prompt, plan=json.dumps([node("a", "charge")])) if asked else "It was charged."
 
     with dspy.context(lm=fake_lm(reply)):
         made = run(lambda: Evoflux("question -> answer", tools=[shop.charge]).acall(question="?"))
@@ -208,10 +208,10 @@ def test_an_lm_error_of_an_edit_ends_the_search_with_what_was_found() -> None:
     shop = Shop()
 
     def reply(prompt: str) -> str:
-        if "[[ ## removed ## ]]" in prompt:
+        if "[[ ## workflow ## ]]" in prompt:
             raise ConnectionError("429 too many requests")
-        if "[[ ## nodes ## ]]" in prompt:
-            return reply_for(prompt, nodes=json.dumps([node("a", "look"), node("b", "verify")]))
+        if "[[ ## plan ## ]]" in prompt:
+            return reply_for(prompt, plan=json.dumps([node("a", "look"), node("b", "verify")]))
         return reply_for(prompt, answer="so far", citations='["a"]')
 
     program = Evoflux("question -> answer", tools=[shop.look, shop.verify], effects="read", without=["edits"])
@@ -228,9 +228,8 @@ def test_a_reply_that_cannot_be_read_is_asked_for_anew_though_dspy_caches_and_wi
 
     def reply(prompt: str) -> str:
         prompts.append(prompt)
-        if "[[ ## nodes ## ]]" in prompt or "`nodes`" in prompt:
-            nodes = [{**each, "id": 1} for each in GOOD["nodes"]] if len(prompts) < 3 else GOOD["nodes"]
-            return reply_for(prompt, nodes=json.dumps(nodes))
+        if "[[ ## plan ## ]]" in prompt or "`plan`" in prompt:
+            return reply_for(prompt, plan="for city in cities: weather(city)" if len(prompts) < 3 else json.dumps(GOOD))
         return reply_for(prompt, answer="4 degrees", citations="[]")
 
     lm = fake_lm(reply)

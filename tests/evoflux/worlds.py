@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import dspy
 
 from dspy_flashevolve.evoflux import Workflow
+from dspy_flashevolve.evoflux.plans import PlanError, read_plan
 from tests.fakes import fake_lm
 
 CITIES = {"oslo": {"id": 7, "country": "Norway"}, "rome": {"id": 3, "country": "Italy"}}
@@ -56,30 +58,42 @@ class ScriptedPlanner:
     """An LM that gives written replies: plans and edits in turn, the last again and again, and cites every node.
 
     Args:
-        plans: workflows in JSON.
-        edits: lists of nodes that are changed, or whole replies.
+        plans: workflows in JSON, or texts.
+        edits: lists of nodes that are new or changed, or whole replies.
     """
 
-    def __init__(self, plans: list[dict[str, Any]], edits: list[list[dict[str, Any]]] | None = None) -> None:
+    def __init__(self, plans: list[Any], edits: list[Any] | None = None) -> None:
         self.plans, self.edits = list(plans), list(edits or [])
         self.prompts: list[str] = []
         self.lm = fake_lm(self._reply)
 
     def _reply(self, prompt: str) -> str:
         self.prompts.append(prompt)
-        if "[[ ## removed ## ]]" in prompt:
-            return reply_for(prompt, nodes=json.dumps(_next(self.edits) or []), removed="[]")
-        if "[[ ## nodes ## ]]" in prompt:
-            return reply_for(prompt, nodes=json.dumps(_next(self.plans)["nodes"]))
+        if "[[ ## workflow ## ]]" in prompt:
+            changed = _next(self.edits) or []
+            return reply_for(prompt, plan=changed if isinstance(changed, str) else _edited(prompt, changed))
+        if "[[ ## plan ## ]]" in prompt:
+            plan = _next(self.plans)
+            return reply_for(prompt, plan=plan if isinstance(plan, str) else json.dumps(plan["nodes"]))
         return reply_for(prompt, answer="4 degrees", citations='["city", "now", "nothing"]')
 
     @property
     def asked(self) -> list[str]:
         """Of each request what it was for."""
         return [
-            "edit" if "[[ ## removed ## ]]" in each else "plan" if "[[ ## nodes ## ]]" in each else "answer"
+            "edit" if "[[ ## workflow ## ]]" in each else "plan" if "[[ ## plan ## ]]" in each else "answer"
             for each in self.prompts
         ]
+
+
+def _edited(prompt: str, changed: list[dict[str, Any]]) -> str:
+    """The workflow that a request for an edit shows, with some nodes new or changed."""
+    shown = prompt.rsplit("[[ ## workflow ## ]]\n", 1)[1].split("\n\n[[ ## ")[0]
+    by_id = {node["id"]: node for node in changed}
+    with suppress(PlanError):  # a prompt with a picture has no such text
+        nodes = [by_id.pop(node["id"], node) for node in read_plan(shown, {}).as_json()["nodes"]]
+        return json.dumps([*nodes, *by_id.values()])
+    return json.dumps(list(by_id.values()))
 
 
 def _next(replies: list[Any]) -> Any:
