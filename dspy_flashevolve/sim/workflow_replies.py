@@ -1,12 +1,11 @@
 """The simulated model as the planner of Evoflux: it writes the steps that the question names, now and then with a flaw.
 
-A question names steps in lines such as ``Step find: find_city {"name": "Oslo"}``, where references are written as in a
-workflow. Asked for an edit, it writes the steps that the feedback complains of anew.
+A question names steps in lines such as ``Step city = find_city(name="Oslo")``. Asked to change a workflow, it writes
+the steps anew that the feedback complains of, and the other lines as they were.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from dspy_flashevolve.sim.reply_model import Choices
 
 FLAWS = 0.5
 """Probability that a step is written with a flaw. Not measured: large, so that a workflow of three steps has some."""
-_STEP = re.compile(r"^Step (\w+): (\w+) (\{.*\})$", re.MULTILINE)
+_STEP = re.compile(r"^Step (\w+) = (\w+)\((.*)\)$", re.MULTILINE)
 _COMPLAINT = re.compile(r"^(?:check: )?node '(\w+)'[,:] (?!\{|\[)", re.MULTILINE)
 
 
@@ -27,11 +26,16 @@ def workflow_fields(inputs: Mapping[str, str], names: list[str], choices: Choice
         names: of the output fields.
         choices: random choices of this request.
     """
-    if "nodes" in names and "tools" in inputs:
+    if "plan" in names and "tools" in inputs:
+        named = set(_COMPLAINT.findall(inputs.get("feedback", "")))
+        written = {line.split(" = ")[0]: line for line in inputs.get("workflow", "").splitlines()}
         steps = _STEP.findall("\n".join(inputs.values()))
-        named = set(_COMPLAINT.findall(inputs.get("feedback", ""))) if "removed" in names else set[str]()
-        nodes = [_node(id, tool, text, choices) for id, tool, text in steps if not named or id in named]
-        return {"nodes": nodes, "removed": []} if "removed" in names else {"nodes": nodes}
+        kept = written if named else {}
+        lines = [
+            _line(id, tool, arguments, choices) if id in named or id not in kept else kept[id]
+            for id, tool, arguments in steps
+        ]
+        return {"plan": "\n".join(lines)}
     if "citations" in names and "evidence" in inputs:
         lines = [line.split(" | ") for line in inputs["evidence"].splitlines()]
         cited = [parts[0] for parts in lines if len(parts) > 2 and not parts[2].startswith("DID NOT RUN")]
@@ -40,13 +44,11 @@ def workflow_fields(inputs: Mapping[str, str], names: list[str], choices: Choice
     return None
 
 
-def _node(id: str, tool: str, text: str, choices: Choices) -> dict[str, Any]:
+def _line(id: str, tool: str, arguments: str, choices: Choices) -> str:
     """Write one step, with the name of its tool or its first parameter's wrong where it has a flaw."""
-    parameters: dict[str, Any] = json.loads(text)
     if choices.uniform(f"flaw {id}") < FLAWS:
-        if choices.uniform(f"kind {id}") < 0.5 or not parameters:
+        if choices.uniform(f"kind {id}") < 0.5 or not arguments:
             tool = f"{tool}s"
         else:
-            first = next(iter(parameters))
-            parameters = {f"{name}_" if name == first else name: value for name, value in parameters.items()}
-    return {"id": id, "tool": tool, "parameters": parameters, "after": []}
+            arguments = arguments.replace("=", "_=", 1)
+    return f"{id} = {tool}({arguments})"

@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dspy_flashevolve.sim.reply_model import Choices
 from dspy_flashevolve.sim.workflow_replies import FLAWS, workflow_fields
 
-QUESTION = 'Do it.\nStep find: find_city {"name": "Oslo"}\nStep now: weather {"city_id": {"$ref": "find.id"}}'
-RIGHT = {
-    "find": {"id": "find", "tool": "find_city", "parameters": {"name": "Oslo"}, "after": []},
-    "now": {"id": "now", "tool": "weather", "parameters": {"city_id": {"$ref": "find.id"}}, "after": []},
-}
+RIGHT = {"find": 'find = find_city(name="Oslo")', "now": 'now = weather(city_id=find["id"])'}
+QUESTION = "\n".join(["Do it.", *(f"Step {line}" for line in RIGHT.values())])
 
 
-def _nodes(seed: int, names: list[str], **inputs: str) -> list[dict[str, Any]]:
-    fields = workflow_fields({"question": QUESTION, "tools": "find_city, weather", **inputs}, names, Choices(seed, ""))
+def _lines(seed: int, **inputs: str) -> dict[str, str]:
+    """Identifier -> line of the plan that is written."""
+    fields = workflow_fields(
+        {"question": QUESTION, "tools": "find_city, weather", **inputs}, ["plan"], Choices(seed, "")
+    )
     assert fields is not None
-    return fields["nodes"]
+    return {line.split(" = ")[0]: line for line in fields["plan"].splitlines()}
 
 
 def test_a_plan_has_the_questions_steps_in_order_and_each_is_flawed_at_the_known_rate() -> None:
     flawed = 0
     for seed in range(400):
-        nodes = _nodes(seed, ["nodes"])
-        assert [node["id"] for node in nodes] == ["find", "now"]
-        flawed += sum(node != RIGHT[node["id"]] for node in nodes)
+        lines = _lines(seed)
+        assert list(lines) == ["find", "now"]
+        flawed += sum(line != RIGHT[id] for id, line in lines.items())
     assert abs(flawed / 800 - FLAWS) < 0.06
 
 
 def test_a_flaw_is_one_wrong_name_of_a_tool_or_of_a_parameter() -> None:
     for seed in range(50):
-        for node in _nodes(seed, ["nodes"]):
-            right = RIGHT[node["id"]]
-            assert (node["tool"] != right["tool"]) + (node["parameters"] != right["parameters"]) <= 1
-            assert list(node["parameters"].values()) == list(right["parameters"].values())
+        for id, line in _lines(seed).items():
+            first, rest = RIGHT[id].split("(")
+            assert line in (RIGHT[id], f"{first}s({rest}", f"{first}({rest.replace('=', '_=', 1)}")
 
 
-def test_an_edit_writes_only_the_steps_that_the_feedback_complains_of() -> None:
+def test_an_edit_writes_the_steps_anew_that_the_feedback_complains_of_and_keeps_the_others() -> None:
     feedback = "node 'find': {\"id\": 7}\ncheck: node 'now', parameter city: not known"
-    assert [node["id"] for node in _nodes(0, ["nodes", "removed"], feedback=feedback)] == ["now"]
-    assert [node["id"] for node in _nodes(0, ["nodes", "removed"], feedback="nothing ran")] == ["find", "now"]
+    workflow = "find = find_town(name='Oslo')\nnow = wether()"
+    for seed in range(20):
+        changed = _lines(seed, feedback=feedback, workflow=workflow)
+        assert list(changed) == ["find", "now"]
+        assert changed["find"] == "find = find_town(name='Oslo')"
+        assert "wether" not in changed["now"]
 
 
 def test_an_answer_cites_the_nodes_that_ran_and_tells_what_they_returned() -> None:
@@ -50,5 +51,5 @@ def test_an_answer_cites_the_nodes_that_ran_and_tells_what_they_returned() -> No
 
 
 def test_other_prompts_are_not_its_own() -> None:
-    assert workflow_fields({"question": QUESTION}, ["nodes"], Choices(0, "")) is None
+    assert workflow_fields({"question": QUESTION}, ["plan"], Choices(0, "")) is None
     assert workflow_fields({"tools": "find_city"}, ["answer"], Choices(0, "")) is None
