@@ -324,6 +324,7 @@ METHODS: dict[str, Method] = {
     "Evoflux, lockstep, tasks together": Method({"width": 1}, is_together=True),
     "Evoflux, two at once, one task at a time": Method({"width": 2}),
     "Evoflux, async, one task at a time": Method({"width": 4}),
+    "Evoflux, six at once, one task at a time": Method({"width": 6}),
     "Evoflux, async, tasks together": Method({"width": 4}, is_together=True),
     **{
         f"Evoflux, async, without {name}": Method({"without": (name,), "width": 4}, is_together=True)

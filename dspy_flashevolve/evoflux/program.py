@@ -125,7 +125,8 @@ class Evoflux(dspy.Module):
         world: state that candidates get copies of. Default: the one among the tools, if any.
         num_threads: requests in flight, over all questions that are answered at the same time.
         max_candidates: workflows that are run for a question.
-        width: candidates that live at once. With one it is lockstep; more end a question sooner and pay more tokens.
+        width: candidates that live at once, and plans that are asked for first. With one it is lockstep; more end a
+            question sooner and pay more tokens.
         staleness: "full", "guarded", "reflective" or a policy: what becomes of a candidate whose parent has left.
         tool_timeout_seconds: the longest that one call may take.
         seed: of the search's choices.

@@ -188,12 +188,12 @@ class Search:
 
     async def run(self) -> Candidate | None:
         """Search until a workflow runs completely, or a limit is reached; return the best, None where there is none."""
-        with anyio.move_on_after(self.settings.max_seconds) as scope:
+        with anyio.move_on_after(self.settings.max_seconds) as scope, self._others:
+            await gather([self.step] * self.settings.width)
             # What costs no tokens goes first, before several steps ask the LM about the same fault.
             while self._goes_on() and (not self.population or self._free_repair() is not None):
                 await self.step()
-            with self._others:
-                await gather([self._work] * self.settings.width)
+            await gather([self._work] * self.settings.width)
         if scope.cancelled_caught:
             self.stats.stop_reason = f"max_seconds={self.settings.max_seconds:g}"
         return self.best

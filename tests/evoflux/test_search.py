@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import dspy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.evoflux import Execution, NodeRun
+from dspy_flashevolve.evoflux import Evoflux, Execution, NodeRun
 from dspy_flashevolve.evoflux.search import (
     FIRST_GROWTH,
     POPULATION,
@@ -19,6 +20,7 @@ from dspy_flashevolve.evoflux.search import (
     intensity,
     pruned,
 )
+from dspy_flashevolve.sim.virtual import run
 from tests.evoflux.test_program import ask
 from tests.evoflux.worlds import ScriptedPlanner, workflow
 
@@ -100,3 +102,75 @@ def test_staleness_says_what_becomes_of_a_candidate_whose_parent_is_behind(stale
     planner = ScriptedPlanner(plans, [[each["nodes"][0]] for each in plans[30:]])
     made = ask(planner, [never], "read", staleness=policy, max_candidates=16, width=4)
     assert (made.stats.discarded > 0) == are_discarded
+
+
+def test_an_async_search_begins_with_as_many_plans_as_its_width() -> None:
+    plans = [{"nodes": [{"id": "a", "tool": "never", "parameters": {"number": number}}]} for number in range(9)]
+
+    def never(number: int) -> int:
+        raise ValueError("no")
+
+    def firsts(width: int) -> list[str]:
+        planner = ScriptedPlanner(list(plans), [[]])
+        ask(planner, [never], "read", width=width, max_candidates=width, without=["redesign", "edits"])
+        return planner.asked
+
+    assert firsts(1).count("plan") == 1
+    assert firsts(3)[:3] == ["plan"] * 3
+
+
+def test_an_edit_that_leaves_out_what_was_planned_ends_no_search_and_is_what_runs_in_the_end() -> None:
+    def first() -> str:
+        return "one"
+
+    def second(word: str) -> str:
+        if word != "right":
+            raise ValueError("another word")
+        return "two"
+
+    plan = "a = first()\nb = second(word='wrong')"
+    dropped, mended = "a = first()", "a = first()\nb = second(word='right')"
+    for edits, nodes in (([dropped, mended], 2), ([dropped], 1)):
+        made = ask(ScriptedPlanner([plan], edits), [first, second], "read", without=["edits", "redesign"])
+        assert made.is_complete
+        assert len(made.workflow.nodes) == nodes
+
+
+def test_an_edit_that_was_tried_before_is_told_so() -> None:
+    def never(number: int) -> int:
+        raise ValueError("no")
+
+    plan = "a = never(number=1)"
+    planner = ScriptedPlanner([plan], [plan, "a = never(number=2)"])
+    ask(planner, [never], "read", max_candidates=2, without=["edits", "redesign"])
+    asked = [each for kind, each in zip(planner.asked, planner.prompts, strict=True) if kind == "edit"]
+    assert ["tried before" in each for each in asked] == [False, True]
+
+
+def test_where_a_tool_raised_its_texts_are_spelled_as_the_question_does() -> None:
+    seen: list[str] = []
+
+    def price(item: str) -> int:
+        seen.append(item)
+        return {"oslo": 5}[item]
+
+    planner = ScriptedPlanner(["a = price(item='OSLO')"])
+    program = Evoflux("question -> answer", [price], effects="read", without=["LM edits"])
+    with dspy.context(lm=planner.lm):
+        made = run(lambda: program.acall(question="What does oslo cost?"))
+    assert (seen, made.is_complete) == (["OSLO", "oslo"], True)
+    assert planner.asked == ["plan", "answer"]
+
+
+@pytest.mark.parametrize(("own", "then"), [(0.0, 1.0), (None, 1.0), (0.3, 0.3)])
+def test_further_requests_are_made_at_the_planners_own_temperature_if_it_has_one(
+    own: float | None, then: float
+) -> None:
+    def never(number: int) -> int:
+        raise ValueError("no")
+
+    planner = ScriptedPlanner(["a = never(number=1)"], ["a = never(number=2)"])
+    planner.lm.kwargs["temperature"] = own
+    ask(planner, [never], "read", max_candidates=2, without=["edits", "redesign"])
+    assert planner.asked[1] == "edit"
+    assert planner.lm.history[1]["kwargs"]["temperature"] == then
