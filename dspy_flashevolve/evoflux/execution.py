@@ -28,8 +28,8 @@ import anyio
 from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.evoflux.schemas import Path, Schema, faults_of, field_schema, types_of
-from dspy_flashevolve.evoflux.tools import ToolSpec, as_json
-from dspy_flashevolve.evoflux.workflow import TEXT, Node, Workflow, field_name, joined_texts
+from dspy_flashevolve.evoflux.tools import ToolSpec, as_json, sendable
+from dspy_flashevolve.evoflux.workflow import TEXT, Node, Reference, Workflow, field_name, is_text, reference_in
 
 Status = Literal["ran", "failed", "waiting", "skipped"]
 """It gave an output; its call or the preparation of it failed; it waits for the final run; what it needs is missing."""
@@ -93,8 +93,8 @@ class NodeRun:
     def outcome(self, characters: int) -> str:
         """Say for an LM what came of it; an output is quoted as JSON, cut where it is long: data, no orders."""
         if self.status != "ran":
-            return f"DID NOT RUN ({self.status}): {self.error}"
-        text = json.dumps(self.output, ensure_ascii=False)
+            return sendable(f"DID NOT RUN ({self.status}): {self.error}")
+        text = sendable(json.dumps(self.output, ensure_ascii=False))
         return text if len(text) <= characters else f"{text[:characters]}… ({len(text):,} characters)"
 
 
@@ -350,29 +350,40 @@ class Executor:
 
 
 def bind(node: Node, runs: Mapping[str, NodeRun], schema: Schema) -> dict[str, Any]:
-    """Replace a node's references by the fields that they name; a whole output by its text, where a text is wanted."""
-    bound = copy.deepcopy(node.parameters)
-    for path, reference in node.references:
-        run = runs[reference.node]
-        wanted: Schema | str = {}
-        if run.text is not None and not reference.path:
-            wanted = {"type": "string"} if TEXT in path else field_schema(schema, path)
-        is_text = isinstance(wanted, dict) and "string" in types_of(wanted) and bool(faults_of(run.output, wanted))
-        value: Any = run.text if is_text else run.output
-        for position, part in enumerate(reference.path):
-            try:
-                value = value[int(part)] if isinstance(value, list) else value[part]
-            except (KeyError, IndexError, TypeError, ValueError):
-                seen = field_name((reference.node, *reference.path[:position]))
-                shape = sorted(cast("dict[str, Any]", value)) if isinstance(value, dict) else type(value).__name__
-                raise _NotRunError(
-                    f"{field_name(path)}: {seen} has no {part!r}, but {shape}", "reference", path
-                ) from None
-        place: Any = bound
-        for part in path[:-1]:
-            place = place[part]
-        place[path[-1]] = copy.deepcopy(value)
-    return cast("dict[str, Any]", joined_texts(bound)) if any(TEXT in path for path, _ in node.references) else bound
+    """Replace a node's references by the fields that they name, and join its texts; what outputs hold is data."""
+
+    def bound(value: Any, path: Path) -> Any:
+        reference = reference_in(value)
+        if reference is not None:
+            return _named(reference, runs, schema, path)
+        if is_text(value):
+            parts = [bound(part, (*path, TEXT, place)) for place, part in enumerate(value[TEXT])]
+            return "".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
+        if isinstance(value, dict):
+            return {name: bound(inner, (*path, name)) for name, inner in cast("dict[str, Any]", value).items()}
+        if isinstance(value, list):
+            return [bound(inner, (*path, place)) for place, inner in enumerate(cast("list[Any]", value))]
+        return value
+
+    return {name: bound(value, (name,)) for name, value in node.parameters.items()}
+
+
+def _named(reference: Reference, runs: Mapping[str, NodeRun], schema: Schema, path: Path) -> Any:
+    """Return the field that a reference names; of a whole output its text, where a text is wanted."""
+    run = runs[reference.node]
+    if run.text is not None and not reference.path:
+        wanted = {"type": "string"} if TEXT in path else field_schema(schema, path)
+        if isinstance(wanted, dict) and "string" in types_of(wanted) and faults_of(run.output, wanted):
+            return run.text
+    value: Any = run.output
+    for position, part in enumerate(reference.path):
+        try:
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        except (KeyError, IndexError, TypeError, ValueError):
+            seen = field_name((reference.node, *reference.path[:position]))
+            shape = sorted(cast("dict[str, Any]", value)) if isinstance(value, dict) else type(value).__name__
+            raise _NotRunError(f"{field_name(path)}: {seen} has no {part!r}, but {shape}", "reference", path) from None
+    return copy.deepcopy(value)
 
 
 def _text_of(error: BaseException) -> str:

@@ -107,9 +107,9 @@ class Evoflux(dspy.Module):
     """Answers with tools: plans a workflow of calls, checks it, runs it, and repairs it until it runs.
 
     It is used as ``dspy.ReAct`` is. The prediction has the signature's outputs; ``citations``, the nodes that these
-    rest on; ``workflow`` and ``execution``, what was run and what came of it; ``is_complete``, whether all of it ran;
-    and ``stats``. Where nothing ran, the outputs are None. Its predictors ``plan``, ``edit`` and ``answer`` can be
-    optimized as those of any program.
+    rest on; ``workflow`` and ``execution``, what was run and what came of it; ``is_complete``, whether all that was
+    planned ran; and ``stats``. Where nothing ran, the outputs are None. Its predictors ``plan``, ``edit`` and
+    ``answer`` can be optimized as those of any program.
 
     Args:
         signature: inputs and outputs, as for ``dspy.ReAct``.
@@ -270,9 +270,8 @@ class Evoflux(dspy.Module):
                     outputs = dict.fromkeys(self.signature.output_fields) | {"citations": []}
             stats.tokens = tokens_of(usage)
         workflow = best.workflow if best else Workflow(())
-        return dspy.Prediction(
-            **outputs, workflow=workflow, execution=execution, is_complete=execution.is_complete, stats=stats
-        )
+        is_complete = best is not None and execution.is_complete and len(execution.runs) >= best.planned
+        return dspy.Prediction(**outputs, workflow=workflow, execution=execution, is_complete=is_complete, stats=stats)
 
     async def _final(self, best: Candidate | None, executor: Executor) -> Execution:
         """Run what writes on the real state, once, if all else of its workflow is in order."""

@@ -95,7 +95,7 @@ class Repairer:
     def repaired_run(self, workflow: Workflow, execution: Execution) -> Workflow:
         """Repair what a run complained of: references to fields that are not there, arguments against the schema.
 
-        Of a node whose tool raised, texts are spelled as the question does.
+        Of a node whose tool raised, texts are spelled as the question does, or are the result that they name.
         """
         known = replace(self, outputs=execution.outputs)
         for run in execution.failures:
@@ -104,17 +104,22 @@ class Repairer:
                 workflow = known._answered(workflow, complaint)
             elif run.fault == "exception":
                 node = next(node for node in workflow.nodes if node.id == run.node)
-                workflow = with_node(workflow, node, node.changed(parameters=self._as_asked(node.parameters)))
+                names = {source.id for source in sources(workflow, node)}
+                workflow = with_node(workflow, node, node.changed(parameters=self._as_meant(node.parameters, names)))
         return known.repaired(workflow)
 
-    def _as_asked(self, value: Any) -> Any:
-        """Spell texts of a parameter's value as the question does: "Tea" as "tea", if that is what it says."""
+    def _as_meant(self, value: Any, names: set[str]) -> Any:
+        """Spell texts of a value as the question does, "Tea" as "tea", and take the quotes from a result's name."""
         if isinstance(value, dict) and reference_in(value) is None:
-            return {name: self._as_asked(inner) for name, inner in cast("dict[str, Any]", value).items()}
+            return {name: self._as_meant(inner, names) for name, inner in cast("dict[str, Any]", value).items()}
         if isinstance(value, list):
-            return [self._as_asked(inner) for inner in cast("list[Any]", value)]
+            return [self._as_meant(inner, names) for inner in cast("list[Any]", value)]
         asked = [text for text in self.inputs.values() if isinstance(text, str)]
         if not isinstance(value, str) or not value or any(value in text for text in asked):
+            return value
+        if value in names:
+            return Reference(value).as_json()
+        if len(value) <= 3 and value.isupper():  # a code such as "US", and no "us" of the question
             return value
         found = (re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text, re.IGNORECASE) for text in asked)
         return next((match.group() for match in found if match), value)
@@ -209,6 +214,8 @@ class Repairer:
         best = max(known, key=fit, default=None)
         if best is None or fit(best) < LIKENESS:
             return None
+        if given and not given & known[best] and self.tools[best].effect != "read":
+            return None  # a name alone is not enough to write
         rivals = [name for name in known if likeness[name] > likeness[best] - CLEAR and given <= known[name]]
         return best if set(rivals) <= {best} else None
 

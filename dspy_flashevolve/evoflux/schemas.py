@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -74,23 +75,23 @@ def field_schema(schema: Schema, path: Path) -> Schema | str:
     >>> field_schema(rows, ("rows", 0)), field_schema(rows, ("row",))
     ({'type': 'integer'}, "has no field 'row', but ['rows']")
     """
-    place = _resolved(schema, schema)
+    place = resolved(schema, schema)
     for part in path:
         kinds, fields = types_of(place), properties_of(place)
         # A schema that names its fields means these, unless it says that there may be others.
         others = place.get("additionalProperties", not fields)
-        if str(part).isdigit() and "array" in (kinds or {"array"}):
-            place = _resolved(place.get("items", {}), schema)
+        if re.fullmatch(r"-?\d+", str(part), re.ASCII) and "array" in (kinds or {"array"}):
+            place = resolved(place.get("items", {}), schema)
         elif kinds and "object" not in kinds:
             return f"is of type {sorted(kinds)}, which has no {part!r}"
         elif part not in fields and others is False and "patternProperties" not in place:
             return f"has no field {part!r}, but {sorted(fields)}"
         else:
-            place = _resolved(fields.get(str(part), others), schema)
+            place = resolved(fields.get(str(part), others), schema)
     return place
 
 
-def _resolved(schema: Any, root: Schema) -> Schema:
+def resolved(schema: Any, root: Schema) -> Schema:
     """Follow references inside ``root`` from a schema to the one that they stand for; ``{}`` where there is none."""
     resolver = _NO_REMOTE.with_resource("", DRAFT202012.create_resource(root)).resolver()
     try:
@@ -108,7 +109,8 @@ def types_of(schema: Schema) -> set[str]:
     given = schema.get("type")
     if given is not None:
         return {given} if isinstance(given, str) else set(cast("list[str]", given))
-    kinds = [types_of(branch) for branch in cast("list[Schema]", schema.get("anyOf") or [])]
+    branches = cast("list[Any]", schema.get("anyOf") or [])
+    kinds = [types_of(cast(Schema, branch)) if isinstance(branch, dict) else set[str]() for branch in branches]
     return set[str]().union(*kinds) if all(kinds) else set()
 
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import math
 import random
 import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -27,14 +29,16 @@ import anyio
 import anyio.lowlevel
 import dspy
 from dspy.utils.exceptions import AdapterParseError
+from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, Place, StalenessPolicy
 from dspy_flashevolve.evoflux.execution import Execution, Executor
-from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan, stub_of
+from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan
 from dspy_flashevolve.evoflux.repair import Repairer
+from dspy_flashevolve.evoflux.stubs import python_names, stub_of
 from dspy_flashevolve.evoflux.tools import CHECK
-from dspy_flashevolve.evoflux.workflow import Workflow
+from dspy_flashevolve.evoflux.workflow import REFERENCE, TEXT, Workflow
 
 POPULATION = 15
 """K, candidates that are kept (the paper's)."""
@@ -143,6 +147,17 @@ def evidence(execution: Execution, planned: int) -> float:
     return points / max(planned, len(execution.runs), 1)
 
 
+def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs that may be a parameter's value, of JSON's types, without what would be read as a reference."""
+    made: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if isinstance(value, str | int | float | list | dict):
+            with suppress(ValueError, TypeError, RecursionError):
+                text = json.dumps(to_jsonable_python(value), allow_nan=False)
+                made |= {name: json.loads(text)} if not any(f'"{key}"' in text for key in (REFERENCE, TEXT)) else {}
+    return made
+
+
 class Search:
     """The search for one question.
 
@@ -167,10 +182,10 @@ class Search:
     ) -> None:
         self.settings, self.executor, self.stats = settings, executor, executor.stats
         self._planning, self._editing, self._request, self._tokens = planning, editing, request, tokens
-        shown = [stub_of(spec) for name, spec in executor.tools.items() if name != CHECK]
+        self._names = python_names(executor.tools)
+        shown = [stub_of(spec, self._names[name]) for name, spec in executor.tools.items() if name != CHECK]
         self._asked = {**inputs, "tools": "\n".join(shown)}
-        plain = {name: value for name, value in inputs.items() if isinstance(value, str | int | float | list | dict)}
-        self._repairer, self._is_alone = Repairer(executor.tools, plain), is_alone
+        self._repairer, self._is_alone = Repairer(executor.tools, _plain(inputs)), is_alone
         self._last_reply = ""
         self.population: list[Candidate] = []
         """The best first."""
@@ -288,13 +303,13 @@ class Search:
         if is_due and "redesign" not in without:
             self._last_redesign = self.steps
             best = self.population[:3]
-            tried = [f"Tried before:\n{as_python(each.workflow)}\n{self._feedback_on(each)}" for each in best]
+            tried = [f"Tried before:\n{self._shown(each)}\n{self._feedback_on(each)}" for each in best]
             return self._written("redesign", await self._plan(step, "\n\n".join(tried)))
         edited = self._edited(parent) if self._rng.random() < intensity(self.growth) or "LM edits" in without else None
         if edited is not None or "LM edits" in without:
             return edited
         feedback = f"{self._feedback_on(parent)}\n{self._last_reply}".rstrip()
-        fields = {"workflow": as_python(parent.workflow), "feedback": feedback}
+        fields = {"workflow": self._shown(parent), "feedback": feedback}
         edited = await self._reply("repair", step, self._editing, **fields)
         made = self._written("LM edit", edited, parent.execution.outputs)
         return replace(made, planned=max(parent.planned, made.planned))
@@ -306,8 +321,8 @@ class Search:
         """Ask for a plan, and read it."""
         again = self._replies + self._asking
         # dspy's cache would give the same reply to the same prompt.
-        lm = predictor.lm or dspy.settings.lm
-        own = predictor.config.get("temperature") or getattr(lm, "kwargs", {}).get("temperature")
+        lm = getattr(predictor, "lm", None) or dspy.settings.lm  # a program may have another module in its place
+        own = getattr(predictor, "config", {}).get("temperature") or getattr(lm, "kwargs", {}).get("temperature")
         config = {"config": {"rollout_id": again, "temperature": own or 1.0}} if again else {}
         self._asking += 1
         try:
@@ -317,6 +332,10 @@ class Search:
         read = read_plan(str(reply.plan or ""), self.executor.tools, self._repairer.inputs)
         self._last_reply = ""
         return read
+
+    def _shown(self, candidate: Candidate) -> str:
+        """Write a candidate's workflow for an LM."""
+        return as_python(candidate.workflow, self._names)
 
     def _feedback_on(self, candidate: Candidate) -> str:
         """Say for an LM what the check and the run had against a workflow."""

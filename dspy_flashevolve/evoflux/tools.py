@@ -58,6 +58,11 @@ class ToolSpec:
         return await threads.run(self.function, **arguments)
 
 
+def sendable(text: str) -> str:
+    """Replace halves of emojis, with which no request of an LM can be sent."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def as_json(value: Any) -> Any:
     """Return a tool's output as JSON's types; text that is a JSON or Python object or list is read as one.
 

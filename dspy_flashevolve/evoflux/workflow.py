@@ -9,12 +9,13 @@ to run before without giving an output.
 from __future__ import annotations
 
 import json
+import keyword
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.evoflux.schemas import Path, Schema, can_fit, faults_of, field_schema
@@ -66,17 +67,9 @@ def references_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Reference
             yield from references_in(inner, (*path, index))
 
 
-def joined_texts(value: Any) -> Any:
-    """Return a value in which the parts of each text are joined; what is no text stands in it as JSON."""
-    if isinstance(value, list):
-        return [joined_texts(inner) for inner in cast("list[Any]", value)]
-    if not isinstance(value, dict):
-        return value
-    fields = {name: joined_texts(inner) for name, inner in cast("dict[str, Any]", value).items()}
-    if set(fields) != {TEXT} or not isinstance(fields[TEXT], list):
-        return fields
-    parts = cast("list[Any]", fields[TEXT])
-    return "".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
+def is_text(value: Any) -> bool:
+    """Whether a parameter's value is a text that is joined once its references are known."""
+    return isinstance(value, dict) and set(cast("dict[Any, Any]", value)) == {TEXT} and isinstance(value[TEXT], list)
 
 
 def wanted_at(schema: Schema, path: Path) -> Schema | str:
@@ -98,8 +91,17 @@ class Node(BaseModel):
 
     id: str
     tool: str
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: dict[str, Any] = Field(
+        default_factory=dict, validation_alias=AliasChoices("parameters", "arguments", "args", "params", "input")
+    )
     after: tuple[str, ...] = ()
+
+    @field_validator("parameters")
+    @classmethod
+    def _have_names(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if reference_in(given) is not None:
+            raise ValueError("parameters are a reference, expected a value for each name")
+        return given
 
     @property
     def references(self) -> list[tuple[Path, Reference]]:
@@ -227,7 +229,7 @@ def _complaints(workflow: Workflow, tools: Mapping[str, ToolSpec]) -> Iterator[C
         yield Complaint("", ("nodes",), "the workflow has no node, expected at least one", "shape")
     by_id = {node.id: node for node in workflow.nodes}
     for number, node in enumerate(workflow.nodes):
-        if not _NAME.match(node.id):
+        if not _NAME.match(node.id) or keyword.iskeyword(node.id):
             message = f"{node.id!r} is no identifier, expected letters, digits and underscores"
             yield Complaint(node.id, ("id",), message, "shape")
         elif any(other.id == node.id for other in workflow.nodes[:number]):

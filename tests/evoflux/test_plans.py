@@ -11,11 +11,14 @@ import dspy
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from dspy_flashevolve.evoflux import Evoflux, ToolSpec, Workflow
-from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan, stub_of
+from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan
+from dspy_flashevolve.evoflux.stubs import python_names, stub_of
 from dspy_flashevolve.sim.virtual import run
-from tests.evoflux.worlds import READS, TOOLS, ScriptedPlanner
+from tests.evoflux.worlds import READS, TOOLS, ScriptedPlanner, reply_for
+from tests.fakes import fake_lm
 
 
 def spec(name: str, inputs: Any, required: list[str], output: Any = None, effect: Any = "read") -> ToolSpec:
@@ -28,7 +31,8 @@ CATALOGUE = {
     each.name: each
     for each in (
         spec("find", {"name": TEXT}, ["name"], {"type": "object", "properties": {"sku": TEXT}}),
-        spec("order", {"sku": TEXT, "amount": {"type": "integer"}}, ["sku", "amount"]),
+        spec("order", {"sku": TEXT, "amount": {"type": "integer"}}, ["sku", "amount"], effect="write"),
+        spec("send", {"cc": TEXT, "to": TEXT, "text": TEXT}, ["to", "text"], effect="write"),
         spec("get-time", {"from": TEXT}, ["from"]),
     )
 }
@@ -65,12 +69,59 @@ def test_plans_are_read_in_every_form_that_models_write(text: str) -> None:
     assert nodes(text) == [FIND, ("b", "order", {"sku": {"$ref": "a.sku"}, "amount": 2})]
 
 
-def test_a_call_in_an_argument_is_a_node_and_the_same_call_no_second_one() -> None:
+def test_a_call_in_an_argument_is_a_node_and_the_same_reading_call_no_second_one() -> None:
     nested = "find(name='tea')\norder(sku=find(name='tea')['sku'], amount=1)\norder(sku='x', amount=1)"
     assert [tool for _, tool, _ in nodes(nested)] == ["find", "order", "order"]
-    assert [tool for _, tool, _ in nodes("order(find('tea').sku, 1)\norder(find('tea').sku, 1)")] == [
-        "find", "order", "order",
-    ]  # fmt: skip
+    twice = "send(to=order('x', 1)['a'], text=order('x', 1)['b'])"
+    assert [tool for _, tool, _ in nodes(twice)] == ["order", "order", "send"]
+    assert [tool for _, tool, _ in nodes("order('x', 1)\norder('x', 1)")] == ["order", "order"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("-3", -3), ("+2.5", 2.5), ("('a', 'b')", ["a", "b"]), ("{'a'}", ["a"]), ("True", True), ("None", None),
+        ("true", True), ("null", None), ("str(a['n'])", {"$text": [{"$ref": "a.n"}]}),
+        ("list(a['n'])", {"$ref": "a.n"}),
+        ("{'k': ['v']}['k'][0]", "v"), ("a['rows'][-1]", {"$ref": "a.rows.-1"}),
+        ("f'{7:03d}'", "007"), ("f'{\"x\"!s}'", "x"), ("a['a']", {"$ref": "a.a"}), ("'a'", "a"),
+        ("f'a{a.n}'", {"$text": ["a", {"$ref": "a.n"}]}),
+        ("a['n'] + 'x'", {"$text": [{"$ref": "a.n"}, "x"]}), ("f''", ""),
+    ],
+)  # fmt: skip
+def test_values_are_read_as_python_means_them(argument: str, value: Any) -> None:
+    assert nodes(f"a = find('tea')\nfind(name={argument})")[1][2] == {"name": value}
+
+
+def test_arguments_without_names_are_in_the_order_of_the_stub() -> None:
+    assert "(to: str, text: str, cc: str = ...)" in stub_of(CATALOGUE["send"])
+    assert nodes("send('bob', 'hi', 'ann', 'more')")[0][2] == {
+        "to": "bob", "text": "hi", "cc": "ann", "argument_4": "more",
+    }  # fmt: skip
+    assert nodes("send('bob', 'hi', cc=...)")[0][2] == {"to": "bob", "text": "hi"}
+
+
+def test_what_a_line_may_do_besides_a_call() -> None:
+    text = "text = 'Sku: '\na = b = find('tea')\na\n'done'\ntext += b['sku']\nreturn send(to='x', text=text)"
+    assert nodes(text)[1] == ("n1", "send", {"to": "x", "text": {"$text": ["Sku: ", {"$ref": "a.sku"}]}})
+    tried = "try:\n    a = find('tea')\nexcept KeyError as e:\n    print(e)\n"
+    tried += "else:\n    send(to='x', text='y')\nfinally:\n    order('z', 1)"
+    assert [tool for _, tool, _ in nodes(tried)] == ["find", "send", "order"]
+
+
+def test_a_text_with_lists_and_fences_in_it_stays_as_it_is() -> None:
+    text = "Shopping:\n- milk\n2. eggs\n```python\norder(sku='x')\n```\n"
+    assert nodes(f'a = find("tea")\nsend(to="b", text="""{text}""")')[1][2]["text"] == text
+    assert nodes(f'Here:\n- a = find("tea")\n- send(to="b", text={text!r})')[1][2]["text"] == text
+
+
+def test_nodes_in_json_may_name_their_arguments_otherwise_and_be_written_as_python_does() -> None:
+    for key in ("parameters", "arguments", "args", "params", "input"):
+        made = [{"id": "a", "tool": "find", key: {"name": "tea"}}]
+        assert nodes(json.dumps(made)) == nodes(str(made)) == nodes(str({"nodes": made})) == [FIND]
+    for wrong in ([{"id": "a"}], [{"id": "a", "tool": "find", "parameters": {"$ref": "b"}}]):
+        with pytest.raises(PlanError, match=r"tool|parameters"):
+            read_plan(json.dumps(wrong), CATALOGUE)
 
 
 def test_texts_are_joined_of_what_is_known_later() -> None:
@@ -106,12 +157,6 @@ def test_an_input_may_be_named_and_a_word_of_it_may_lack_its_quotes() -> None:
     assert nodes("order1 = find(name='x')\nfind(name=order)", question="order tea")[1][2] == {"name": {"$ref": "order"}}
 
 
-def test_a_results_name_in_quotes_is_that_result_unless_the_question_has_the_word() -> None:
-    plan = "tea = find(name='tea')\norder(sku='tea', amount=1)"
-    assert nodes(plan)[1][2]["sku"] == {"$ref": "tea"}
-    assert nodes(plan, question="Order tea")[1][2]["sku"] == "tea"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -126,6 +171,28 @@ def test_a_results_name_in_quotes_is_that_result_unless_the_question_has_the_wor
         ("a = find(name='tea'.upper())", "line 1.*only tools are called"),
         ("a = find(*names)", "line 1.*one by one"),
         ("a, b = find(name='tea'), 1", "line 1.*assigned to a name"),
+        ("for r in rows:\n    tools.order(sku=r)\nfind('x')", "line 1.*no loops"),
+        ("if rows:\n    await client.order(sku=r)\nfind('x')", "line 1.*no loops"),
+        ("for r in rows:\n    place(sku=r)\nfind('x')", "line 1.*no loops"),
+        ("n = 1\nif rows:\n    n = 5\nfind('x')", "line 2.*no loops"),
+        ("try:\n    find('x')\nexcept KeyError:\n    order('x', 1)", "line 3.*no loops"),
+        ("find('x')\nFinally: order(sku='x')", "line 2.*no loops"),
+        ("find('x')\nu = set(a)", "line 2.*only tools are called"),
+        ("a = find('x')\nsum(a['prices'])", "line 2.*only tools are called"),
+        ("re.find('x', 'y')", "line 1.*only tools are called"),
+        ("a = find('x')\na.find('y')", "line 2.*only tools are called"),
+        ("find('x')\norder(\n    sku='y',\n    amount=two units,\n)", "line 4.*no Python"),
+        ("find('x')\nplace(sku=a['sku'] amount=2)", "line 2.*no Python"),
+        ("```\nfind('x')\n```\nCorrected:\n```\nfind('y')\n```", "2 blocks"),
+        ("a = find('x')\nfind(f\"{a['n']:.2f}\")", "line 2.*without a format"),
+        ("a = find('x')\nfind(f\"{a['n']!r}\")", "line 2.*without a format"),
+        ("send('a', 'b', to='c')", "line 1.*given twice"),
+        ("a = find('x')\nfind(name=a" + "[0]" * 3000 + ")", "nested"),
+        ('[{"id": "a", "tool": "find", "parameters": {"name": ' + "[" * 60 + "]" * 60 + "}}]", "levels deep"),
+        ("find()\n" * 7000, "more than 100 calls"),
+        ("s = 'ab'\n" + "s = s + s\n" * 40 + "find(s)", "at most 50,000"),
+        ("s = ['ab']\n" + "s = [s, s]\n" * 40 + "find(s)", "at most 50,000"),
+        ("- a" + " " * 45_000 + "b", "no call"),
         ("a = find(name=1e999)", "line 1.*written out"),
         ("a = find(name=b'tea')", "line 1.*written out"),
         ("a = find(name='tea'['x'])", "line 1.*a field is named"),
@@ -201,8 +268,7 @@ def test_a_workflow_that_is_written_as_python_is_read_as_the_same_workflow(param
     flow = Workflow.from_json(made)
     text = as_python(flow)
     ast.parse(text)
-    inputs = {"question": "a n0 n1 n2"}  # so that a text with a result's name stays a text
-    assert read_plan(text, CATALOGUE, inputs) == flow
+    assert read_plan(text, CATALOGUE) == flow
 
 
 def test_a_planner_sees_tools_as_stubs_of_functions() -> None:
@@ -210,10 +276,13 @@ def test_a_planner_sees_tools_as_stubs_of_functions() -> None:
     point = {"type": "object", "properties": {"x": {"type": "number"}, "tags": {"type": "array", "items": TEXT}}}
     count = {"type": "integer", "minimum": 1, "default": 3}
     maybe = {"anyOf": [TEXT, {"type": "null"}], "description": "Or none."}
-    inputs = {"note": maybe, "from": TEXT, "day": day, "at": point, "count": count, "any": {}}
-    shown = stub_of(spec("get-time", inputs, ["day", "at"], {"type": "object", "properties": {"id": TEXT}}, "write"))
+    inputs = {"note": maybe, "from": TEXT, "day": day, "at": point | {"required": ["x"]}, "count": count, "any": {}}
+    made = spec(
+        "get-time", inputs, ["day", "at"], {"type": "object", "properties": {"id": TEXT}, "required": ["id"]}, "write"
+    )
+    shown = stub_of(made)
     assert shown.splitlines()[0] == (
-        "def get_time(day: Literal['monday', 'friday'], at: {'x': float, 'tags': list[str]}, note: str | None = ..., "
+        "def get_time(day: Literal['monday', 'friday'], at: {'x': float, 'tags'?: list[str]}, note: str | None = ..., "
         "**{'from': str = ...}, count: int = 3, any: Any = ...) -> {'id': str}: ...  # [write] Does get-time."
     )
     assert "    # day: The day of it." in shown
@@ -221,12 +290,52 @@ def test_a_planner_sees_tools_as_stubs_of_functions() -> None:
     assert "    # note: Or none." in shown
 
 
-def test_descriptions_inside_a_parameter_are_shown() -> None:
-    rows = {
-        "type": "array",
-        "items": {"type": "object", "properties": {"id": {"type": "string", "description": "SKU"}}},
-    }
-    assert "SKU" in stub_of(spec("add", {"rows": rows}, ["rows"]))
+ITEM = {"type": "object", "properties": {"sku": {"type": "string", "description": "CODE"}}, "required": ["sku"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "shown"),
+    [
+        ({"anyOf": [{"$ref": "#/$defs/Item"}, {"type": "null"}]}, "{'sku': str} | None"),
+        ({"anyOf": [{"enum": ["low", "high"]}, {"type": "null"}]}, "Literal['low', 'high'] | None"),
+        ({"type": "array", "items": {"$ref": "#/$defs/Item"}}, "list[{'sku': str}]"),
+        ({"allOf": [{"$ref": "#/$defs/Item"}]}, "{'sku': str}"),
+        ({"oneOf": [TEXT, {"$ref": "#/$defs/Item"}]}, "str | {'sku': str}"),
+        ({"type": ["object", "null"], "properties": {"a": TEXT}}, "{'a'?: str} | None"),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, "dict[str, int]"),
+        ({"anyOf": [True, TEXT]}, "Any | str"),
+        ({"const": 5}, "Literal[5]"),
+    ],
+)
+def test_a_stub_shows_what_a_parameter_may_be(schema: dict[str, Any], shown: str) -> None:
+    made = spec("t", {"p": schema}, ["p"])
+    made.input_schema["$defs"] = {"Item": ITEM}
+    stub = stub_of(made)
+    assert f"(p: {shown})" in stub
+    assert "CODE" in stub
+
+
+def test_a_stub_stays_short_where_a_schema_refers_to_itself() -> None:
+    parts = {f"part{number}": {"$ref": "#/$defs/Filter"} for number in range(10)}
+    made = spec("t", {"p": {"$ref": "#/$defs/Filter"}}, ["p"])
+    made.input_schema["$defs"] = {"Filter": {"type": "object", "properties": parts}}
+    assert len(stub_of(made)) < 7000
+
+
+def test_a_stub_shows_what_is_said_of_all_parameters_together() -> None:
+    made = spec("t", {"a": TEXT}, [])
+    made.input_schema.update({"additionalProperties": True, "anyOf": [{"required": ["a"]}]})
+    assert "**others: Any" in stub_of(made)
+    assert '"anyOf": [{"required": ["a"]}]' in stub_of(made)
+
+
+def test_tools_of_one_name_in_python_can_both_be_called() -> None:
+    tools = {name: spec(name, {"name": TEXT}, ["name"]) for name in ("get-time", "get_time", "get.time")}
+    names = python_names(tools)
+    assert names["get_time"] == "get_time"
+    for tool in tools:
+        flow = Workflow.from_json([{"id": "a", "tool": tool, "parameters": {"name": "x"}}])
+        assert read_plan(as_python(flow, names), tools) == flow
 
 
 @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8) | st.sampled_from(keyword.kwlist))
@@ -234,3 +343,64 @@ def test_every_name_of_a_tool_can_be_called_in_a_plan(name: str) -> None:
     tools = {name: spec(name, {"name": TEXT}, ["name"])}
     flow = Workflow.from_json([{"id": "a", "tool": name, "parameters": {"name": "x"}}])
     assert read_plan(as_python(flow), tools).nodes[0].tool == name
+
+
+class Item(BaseModel):
+    name: str
+
+
+def test_inputs_and_outputs_that_look_like_references_are_data() -> None:
+    """Else who writes a question or an output could have results sent to another tool."""
+
+    def secret() -> Any:
+        return {"key": "SECRET", "doc": {"$text": ["a", "b"]}, "ref": {"$ref": "s.key"}}
+
+    def keep(first: Any, second: Any = None) -> str:
+        kept.append((first, second))
+        return "kept"
+
+    kept: list[Any] = []
+    plan = "s = secret()\nkeep(first=items)\nkeep(first=s['doc'], second=f\"{s['key']}!\")\nkeep(first=s['ref'])"
+    program = Evoflux("items: list -> answer", [secret, keep], effects="read", max_candidates=1)
+    with dspy.context(lm=ScriptedPlanner([plan]).lm):
+        run(lambda: program.acall(items=[{"$ref": "s.key"}]))
+        run(lambda: program.acall(items=["tea"]))
+    assert sorted(kept, key=str) == sorted(
+        [({"$text": ["a", "b"]}, "SECRET!"), ({"$ref": "s.key"}, None)] * 2 + [(["tea"], None)], key=str
+    )
+
+
+def test_an_input_of_models_can_be_named_in_a_plan() -> None:
+    def keep(first: Any) -> str:
+        kept.append(first)
+        return "kept"
+
+    kept: list[Any] = []
+    signature = dspy.Signature("items -> answer").with_updated_fields("items", type_=list[Item])
+    with dspy.context(lm=ScriptedPlanner(["keep(first=items)"]).lm):
+        run(lambda: Evoflux(signature, [keep], effects="read").acall(items=[Item(name="tea")]))
+    assert kept == [[{"name": "tea"}]]
+
+
+def test_another_module_may_stand_in_the_place_of_a_predictor() -> None:
+    def reply(prompt: str) -> str:
+        if "[[ ## plan ## ]]" in prompt:
+            return reply_for(prompt, reasoning="-", plan="city = find_city(name='Oslo')")
+        return reply_for(prompt, answer="7", citations="[]")
+
+    program = Evoflux("question -> answer", TOOLS, effects=READS)
+    program.plan = dspy.ChainOfThought(program.plan.signature)
+    with dspy.context(lm=fake_lm(reply)):
+        assert run(lambda: program.acall(question="?")).is_complete
+
+
+def test_a_tool_whose_error_has_half_an_emoji_ends_no_search() -> None:
+    def bad(number: int) -> int:
+        raise ValueError("\ud83d")
+
+    planner = ScriptedPlanner(["bad(number=1)"], ["bad(number=2)"])
+    with dspy.context(lm=planner.lm):
+        made = run(lambda: Evoflux("question -> answer", [bad], effects="read", max_candidates=2).acall(question="?"))
+    assert made.answer is None
+    for prompt in planner.prompts:
+        prompt.encode()

@@ -1,0 +1,117 @@
+"""Tools as a planner sees them: stubs of Python functions, a fraction of the tokens of their JSON Schemas."""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+from collections.abc import Iterable
+from typing import Any, cast
+
+from dspy_flashevolve.evoflux.schemas import Schema, properties_of, resolved, types_of
+from dspy_flashevolve.evoflux.tools import ToolSpec
+
+MOST_CHARACTERS = 2000
+"""Characters of one parameter's type or notes; a round number, about 500 tokens."""
+_DEPTH = 3
+"""Levels of a type that are written out."""
+_TYPES = {"string": "str", "integer": "int", "number": "float", "boolean": "bool", "null": "None", "array": "list"}
+_SAID_BY_TYPE = {
+    "type", "properties", "required", "items", "enum", "const", "anyOf", "oneOf", "allOf", "default", "title",
+    "additionalProperties", "description", "$ref", "$defs",
+}  # fmt: skip
+
+
+def python_name(name: str) -> str:
+    """Write a name as Python can: ``get-time`` as ``get_time``."""
+    made = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return f"_{made}" if not made.isidentifier() else f"{made}_" if keyword.iskeyword(made) else made
+
+
+def python_names(tools: Iterable[str]) -> dict[str, str]:
+    """Name each tool as Python can: tool -> name, no two of them equal."""
+    made: dict[str, str] = {}
+    for tool in sorted(tools, key=lambda tool: python_name(tool) != tool):  # who has such a name keeps it
+        name = python_name(tool)
+        while name in made.values():
+            name += "_"
+        made[tool] = name
+    return made
+
+
+def parameters_of(spec: ToolSpec) -> list[str]:
+    """List a tool's parameters in the order of its stub: what may be left out comes last, as Python wants it."""
+    required = spec.input_schema.get("required") or []
+    return sorted(properties_of(spec.input_schema), key=lambda name: name not in required)
+
+
+def stub_of(spec: ToolSpec, name: str | None = None) -> str:
+    """Describe a tool for a planner, as the stub of a Python function with a comment.
+
+    Args:
+        name: how Python calls it; default as :func:`python_name` says.
+    """
+    root, fields = spec.input_schema, properties_of(spec.input_schema)
+    required = root.get("required") or []
+    parameters: list[str] = []
+    notes = [" ".join(f"[{spec.effect}] {spec.description}".split())]
+    for field in parameters_of(spec):
+        schema = resolved(fields[field], root)
+        default = "" if field in required else f" = {schema['default']!r}" if "default" in schema else " = ..."
+        kind = _cut(_type_of(schema, root))
+        is_plain = python_name(field) == field
+        parameters.append(f"{field}: {kind}{default}" if is_plain else f"**{{{field!r}: {kind}{default}}}")
+        rest = {key: value for key, value in schema.items() if key not in _SAID_BY_TYPE}
+        inside = {
+            key: schema[key] for key in ("properties", "required", "items", "anyOf", "oneOf", "allOf") if key in schema
+        }
+        rest |= (
+            inside if re.search(r'"(description|\$ref|default|minimum|pattern|required)":', json.dumps(inside)) else {}
+        )
+        told = " ".join(str(schema.get("description") or "").split())
+        note = f"{told} {json.dumps(rest, ensure_ascii=False) if rest else ''}".strip()
+        notes += [f"{field}: {_cut(note)}"] if note else []
+    others = root.get("additionalProperties")
+    if others is True or (isinstance(others, dict) and others):
+        parameters.append("**others: Any" if others is True else f"**others: {_cut(_type_of(others, root))}")
+    unsaid = {key: value for key, value in root.items() if key in ("anyOf", "oneOf", "allOf", "$ref", "$defs")}
+    notes += [_cut(json.dumps(unsaid, ensure_ascii=False))] if unsaid else []
+    given = "" if spec.output_schema is None else f" -> {_cut(_type_of(spec.output_schema, spec.output_schema))}"
+    return f"def {name or python_name(spec.name)}({', '.join(parameters)}){given}: ...  # " + "\n    # ".join(notes)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+
+
+def _type_of(given: Any, root: Schema, depth: int = _DEPTH) -> str:
+    """Write what a schema says of a value as a Python type."""
+    schema = resolved(given, root)
+    branches: list[Any] = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf") or []
+    choices = cast("list[Any]", schema.get("enum") or ([schema["const"]] if "const" in schema else []))
+    if choices:
+        return f"Literal[{', '.join(map(repr, choices))}]"
+    if branches and depth and "properties" not in schema:
+        joined = list(dict.fromkeys(_type_of(branch, root, depth - 1) for branch in branches))
+        return (" & " if "allOf" in schema and len(joined) > 1 else " | ").join(joined)
+    kinds = sorted(types_of(schema) or ({"object"} if "properties" in schema else set()))
+    written: list[str] = []
+    for kind in sorted(kinds, key=lambda kind: (kind == "null", kind)):
+        fields, others, needed = properties_of(schema), schema.get("additionalProperties"), schema.get("required") or []
+        if kind == "object" and fields and depth:
+            inner = (
+                f"{key!r}{'' if key in needed else '?'}: {_type_of(field, root, depth - 1)}"
+                for key, field in fields.items()
+            )
+            written.append("{" + ", ".join(inner) + "}")
+        elif kind == "object":
+            written.append(
+                f"dict[str, {_type_of(others, root, depth - 1)}]"
+                if isinstance(others, dict) and others and depth
+                else "dict"
+            )
+        elif kind == "array" and schema.get("items") and depth:
+            written.append(f"list[{_type_of(schema['items'], root, depth - 1)}]")
+        else:
+            written.append(_TYPES.get(kind, kind))
+    return " | ".join(written) or "Any"
