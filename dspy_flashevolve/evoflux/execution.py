@@ -276,7 +276,10 @@ class Executor:
         spec = self.tools.get(node.tool)
         if spec is None:
             raise _NotRunError(f"there is no tool {node.tool!r}", "tool")
-        arguments = bind(node, runs, spec.input_schema)
+        try:
+            arguments = bind(node, runs, spec.input_schema)
+        except RecursionError:
+            raise _NotRunError("what it refers to is nested too deeply", "reference") from None
         for path, message in faults_of(arguments, spec.input_schema):
             raise _NotRunError(f"{field_name(path)}: {message}", "arguments", path)
         writes = spec.effect != "read"

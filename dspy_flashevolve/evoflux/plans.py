@@ -16,17 +16,17 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.evoflux.repair import closest
 from dspy_flashevolve.evoflux.stubs import parameters_of, python_name, python_names
 from dspy_flashevolve.evoflux.tools import ToolSpec, sendable
-from dspy_flashevolve.evoflux.workflow import REFERENCE, TEXT, Node, Workflow, is_text, reference_in
+from dspy_flashevolve.evoflux.workflow import PARAMETERS, REFERENCE, TEXT, Node, Workflow, is_text, reference_in
 
-LONGEST_PLAN = 50_000
-"""Characters of a plan that are read, and size of all its values; a round number, a hundred times a long plan's."""
+LONGEST_PLAN = 20_000
+"""Characters of a plan that are read, and size of all its values; a round number, forty times a long plan's."""
 MOST_NODES = 100
 """Calls of a plan; a round number, far above what a question needs: a model that writes more repeats itself."""
 DEEPEST = 50
@@ -34,6 +34,8 @@ DEEPEST = 50
 _MOST_PROSE = 200
 """Lines that are left out as prose, each by a parse of its own."""
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_THOUGHTS = re.compile(r"\A.*</think>", re.DOTALL)
+"""What a reasoning model thought before it answered, where its server leaves that in the reply."""
 _LIST = re.compile(r"(?:[-*•]|\d+[.)])\s+(\S.*)")
 _CODE = re.compile(r"\w\(|\w\s*=[^=]")
 """A line that is more than prose: a call or an assignment."""
@@ -105,16 +107,20 @@ def read_plan(text: str, tools: Mapping[str, ToolSpec], inputs: Mapping[str, Any
     """
     if len(text) > LONGEST_PLAN:
         raise PlanError(f"the plan has {len(text):,} characters, expected at most {LONGEST_PLAN:,}")
-    code = textwrap.dedent(sendable(text)).strip()
+    code = textwrap.dedent(_THOUGHTS.sub("", sendable(text))).strip()
     try:
         if not _is_python(code):
             blocks = [block for block in _FENCE.findall(code) if "(" in block or "{" in block]
             if len(blocks) > 1:
                 raise PlanError(f"the plan has {len(blocks)} blocks of code, expected one with all lines")
+            around = _FENCE.sub("", code) if blocks else ""
+            if any(re.search(rf"\b{re.escape(python_name(tool))}\(", around) for tool in tools):
+                raise PlanError("the plan has calls outside of its block of code, expected one block with all lines")
             code = textwrap.dedent(blocks[0]).strip() if blocks else code
         given = _data_in(code)
         if isinstance(given, list) and given and all(isinstance(line, str) for line in given):
             code, given = "\n".join(cast("list[str]", given)), None
+        _check_fields(given)
         workflow = Workflow.from_json(given) if given else _Reader(tools, inputs or {}).read(code)
         if any(_depth(node.parameters) > DEEPEST for node in workflow.nodes):
             raise PlanError(f"a value is more than {DEEPEST} levels deep")
@@ -136,12 +142,47 @@ def _is_python(code: str) -> bool:
     return False
 
 
+def _is_open(code: str) -> bool:
+    """Whether code ends inside a bracket or a text."""
+    try:
+        ast.parse(code)
+    except SyntaxError as error:
+        return "never closed" in error.msg or "unterminated" in error.msg or "unexpected EOF" in error.msg
+    return False
+
+
 def _data_in(code: str) -> Any:
     """Read text that is all data, JSON or as Python writes it; None where it is none."""
     for read in (json.loads, ast.literal_eval) if code.startswith(("[", "{")) else ():
         with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError):
             return json.loads(sendable(json.dumps(read(code), ensure_ascii=False)))
     return None
+
+
+def _check_fields(given: Any) -> None:
+    """Refuse nodes in JSON that say more than is read: what is not read would be lost.
+
+    Raises:
+        PlanError: a node has a list or an object under an unknown name, or numbers that are none of JSON.
+    """
+    nodes = cast("dict[str, Any]", given).get("nodes") if isinstance(given, dict) else given
+    for node in cast("list[Any]", nodes) if isinstance(nodes, list) else []:
+        fields = cast("dict[str, Any]", node) if isinstance(node, dict) else {}
+        if len(PARAMETERS & fields.keys()) > 1:
+            raise PlanError(f"a node has {sorted(PARAMETERS & fields.keys())}, expected only 'parameters'")
+        for name, value in fields.items():
+            if name not in {*PARAMETERS, "id", "tool", "after"} and isinstance(value, dict | list) and value:
+                raise PlanError(f"a node has {name!r}, expected 'id', 'tool', 'parameters' and 'after'")
+            if any(isinstance(each, int | float) and not _is_plain(each) for each in _leaves(value)):
+                raise PlanError(f"{name!r} has a number that is none of JSON, or has more than 64 bits")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for inner in cast("Iterable[Any]", value.values() if isinstance(value, dict) else value):
+            yield from _leaves(inner)
+    else:
+        yield value
 
 
 def _depth(value: Any) -> int:
@@ -173,7 +214,7 @@ class _Reader:
 
     def _parsed(self, code: str) -> ast.Module:
         """Parse the plan, without the lines of prose and the marks of a list."""
-        lines = code.splitlines()
+        lines = code.replace("\r\n", "\n").split("\n")
         for _ in range(_MOST_PROSE):
             try:
                 return ast.parse("\n".join(lines))
@@ -182,8 +223,7 @@ class _Reader:
                 line = lines[number].strip()
                 bare = line.strip("`")
                 bare = (found.group(1) if (found := _LIST.fullmatch(bare)) else bare).strip("`").strip()
-                before = "\n".join(lines[:number])
-                is_inside = sum(map(before.count, "([{")) > sum(map(before.count, ")]}"))
+                is_inside = _is_open("\n".join(lines[:number]))
                 if bare and bare != lines[number] and not is_inside:
                     lines[number] = bare
                 elif not line or is_inside or _CODE.search(line):
@@ -210,6 +250,9 @@ class _Reader:
             value = statement.value
             while isinstance(value, ast.UnaryOp):  # the dash of a list, "- find(...)", or two
                 value = value.operand
+            written = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+            if any(isinstance(each, ast.Dict) for each in written):
+                raise self._refused(statement, "calls are lines of Python, or all of them nodes in JSON")
             if not isinstance(value, ast.Constant | ast.Name):
                 self._value(value, "")
         elif isinstance(statement, ast.Return) and statement.value is not None:
@@ -223,12 +266,14 @@ class _Reader:
             self._leave_out(statement)
 
     def _leave_out(self, place: ast.stmt | ast.ExceptHandler) -> None:
-        """Leave out what does nothing that a workflow has; refuse what calls a tool or sets a name."""
+        """Leave out what does nothing that a workflow has; refuse what calls a tool, sets a name or ends the plan."""
         for inner in ast.walk(place):
             is_call = isinstance(inner, ast.Call) and not (
                 isinstance(inner.func, ast.Name) and inner.func.id not in self._tools and _is_builtin(inner.func.id)
             )
-            if is_call or isinstance(inner, ast.Assign | ast.AugAssign | ast.NamedExpr):
+            is_set = isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+            is_set = is_set and not isinstance(place, ast.AnnAssign)  # "Note: text" sets nothing
+            if is_call or is_set or isinstance(inner, ast.Raise | ast.Return | ast.Break | ast.Continue | ast.Assert):
                 raise self._refused(place, "a plan has calls of tools only, no loops, conditions or functions")
 
     def _value(self, given: ast.expr, name: str | None = None) -> Any:
@@ -278,13 +323,16 @@ class _Reader:
         if given.format_spec is None and given.conversion in (-1, ord("s")):
             return value
         if given.conversion == -1 and _is_plain(value):
-            with contextlib.suppress(ValueError, TypeError):
-                return format(value, cast(str, self._value(cast(ast.expr, given.format_spec))))
+            wanted = self._value(cast(ast.expr, given.format_spec))
+            if isinstance(wanted, str) and not re.search(r"\d{4}", wanted):  # a width of millions
+                with contextlib.suppress(ValueError, TypeError):
+                    return format(value, wanted)
         raise self._refused(given, "a result stands in a text as it is, without a format")
 
     def _called(self, call: ast.Call, name: str | None) -> Any:
         function = call.func
-        if isinstance(function, ast.Attribute) and function.attr == "get" and call.args:
+        is_lookup = isinstance(function, ast.Attribute) and function.attr == "get" and "get" not in self._tools
+        if isinstance(function, ast.Attribute) and is_lookup and len(call.args) == 1 and not call.keywords:
             return self._field(function, self._value(call.args[0]))
         if isinstance(function, ast.Attribute):  # tools.find(...) is find(...)
             owner = function.value.id if isinstance(function.value, ast.Name) else None
@@ -297,15 +345,17 @@ class _Reader:
         else:
             raise self._refused(call, "only tools are called")
         if called not in self._tools and _is_builtin(called):
-            if called in ("str", "print") or (called in _CONVERSIONS and len(call.args) == 1):
-                values = [self._value(each) for each in call.args]
-                return values[0] if called in _CONVERSIONS else self._sized(call, _joined(values))
-            raise self._refused(call, "only tools are called")
+            is_one = called in _CONVERSIONS and len(call.args) == 1
+            if call.keywords or not (is_one or called in ("str", "print")):
+                raise self._refused(call, "only tools are called")
+            values = [self._value(each) for each in call.args]
+            return values[0] if is_one else self._sized(call, _joined(values))
         tool = self._tools.get(called, called)
         parameters = self._arguments(call, tool)
-        spec = self._specs.get(tool)
-        same = (node for node in self._nodes if (node.tool, node.parameters) == (tool, parameters))
-        if name is None and spec is not None and spec.effect == "read" and (earlier := next(same, None)) is not None:
+        since = [number for number, node in enumerate(self._nodes) if not self._reads(node.tool)]
+        recent = self._nodes[since[-1] + 1 if since else 0 :]  # what was read before a write is another state
+        same = (node for node in recent if (node.tool, node.parameters) == (tool, parameters))
+        if name is None and self._reads(tool) and (earlier := next(same, None)) is not None:
             return {REFERENCE: earlier.id}
         if len(self._nodes) >= MOST_NODES:
             raise PlanError(f"the plan has more than {MOST_NODES} calls")
@@ -315,6 +365,9 @@ class _Reader:
         id = wanted if name and wanted not in taken else next(each for each in free if each not in taken)
         self._nodes.append(Node(id=id, tool=tool, parameters=parameters))
         return {REFERENCE: id}
+
+    def _reads(self, tool: str) -> bool:
+        return tool in self._specs and self._specs[tool].effect == "read"
 
     def _arguments(self, call: ast.Call, tool: str) -> dict[str, Any]:
         """Read the arguments of a call; those without names are in the order of the tool's stub."""
@@ -345,6 +398,8 @@ class _Reader:
         is_unknown = isinstance(source, ast.Name) and source.id not in self._values
         value = {REFERENCE: cast(ast.Name, source).id} if is_unknown else self._value(source)
         reference = reference_in(value)
+        if isinstance(part, bool) or (isinstance(part, str) and "." in part):
+            raise self._refused(place, "a field whose name has a dot cannot be referred to")
         if isinstance(part, str | int) and reference is not None:
             return {REFERENCE: ".".join((reference.node, *reference.path, str(part)))}
         try:

@@ -155,7 +155,8 @@ class Repairer:
             return
         parameters = properties_of(spec.input_schema)
         for name, schema in parameters.items():  # set a parameter to a value that its schema names, or to a field
-            values = cast("list[Any]", schema.get("enum") or ([schema["default"]] if "default" in schema else []))
+            is_unset = "default" in schema and name not in node.parameters  # what was written is not lost
+            values = cast("list[Any]", schema.get("enum") or ([schema["default"]] if is_unset else []))
             found = (self._field_of(source, [name], schema) for source in sources(workflow, node))
             for value in [*values, *(reference.as_json() for reference in found if reference is not None)]:
                 if node.parameters.get(name) != value:
@@ -198,7 +199,8 @@ class Repairer:
         path = next((where for where, _ in node.references if where == complaint.path[: len(where)]), complaint.path)
         wanted = wanted_at(spec.input_schema, path)
         if isinstance(wanted, str):
-            return with_node(workflow, node, _with_parameter_renamed(node, path, spec.input_schema))
+            renamed = _with_parameter_renamed(node, path, spec.input_schema, may_drop=spec.effect == "read")
+            return with_node(workflow, node, renamed)
         value = self._value_for(workflow, node, path, wanted)
         return workflow if value is None else with_node(workflow, node, with_parameter(node, path, value))
 
@@ -224,7 +226,8 @@ class Repairer:
         reference = next((each for where, each in node.references if where == path), None)
         if reference is None and (coerced := coerced_to(value_at(node.parameters, path), wanted)) is not None:
             return coerced
-        if "default" in wanted and not faults_of(wanted["default"], wanted):
+        is_missing = value_at(node.parameters, path) is None  # another value than was meant is worse than a complaint
+        if "default" in wanted and is_missing and not faults_of(wanted["default"], wanted):
             return wanted["default"]
         choices = cast("list[Any]", wanted.get("enum") or ([wanted["const"]] if "const" in wanted else []))
         if len(choices) == 1:
@@ -313,8 +316,12 @@ def free_name(workflow: Workflow, name: str) -> str:
     return next(name for name in names if all(node.id != name for node in workflow.nodes))
 
 
-def _with_parameter_renamed(node: Node, path: Path, schema: Schema) -> Node:
-    """Take a parameter out that the tool does not have; its value goes to the missing one that it may have meant."""
+def _with_parameter_renamed(node: Node, path: Path, schema: Schema, may_drop: bool) -> Node:
+    """Take a parameter out that the tool does not have; its value goes to the missing one that it may have meant.
+
+    Args:
+        may_drop: the value may be lost where nothing may have been meant.
+    """
     parameters = copy.deepcopy(node.parameters)
     place = value_at(parameters, path[:-1])
     if not isinstance(place, dict) or path[-1] not in place:
@@ -322,7 +329,10 @@ def _with_parameter_renamed(node: Node, path: Path, schema: Schema) -> Node:
     value = cast("dict[Any, Any]", place).pop(path[-1])
     missing = [where for where, message in faults_of(parameters, schema) if "missing" in message]
     names = [str(where[-1]) for where in missing if where[:-1] == path[:-1]]
-    meant = closest(str(path[-1]), names) or (names[0] if len(names) == 1 else None)
+    optional = [name for name in properties_of(schema) if len(path) == 1 and name not in place]
+    meant = closest(str(path[-1]), names) or (names[0] if len(names) == 1 else closest(str(path[-1]), optional))
+    if meant is None and not may_drop:
+        return node
     place |= {meant: value} if meant is not None else {}
     return node.changed(parameters=parameters)
 

@@ -42,7 +42,9 @@ def faults_of(value: Any, schema: Schema, opaque: Sequence[Path] = ()) -> list[F
     validator = Draft202012Validator(schema, registry=_NO_REMOTE)
     try:
         faults = [fault for error in validator.iter_errors(value) for fault in _read(error, opaque)]
-    except (Unresolvable, RecursionError) as error:
+    except re.error:
+        return []  # a pattern of another language, as servers in JavaScript have, says nothing here
+    except (Unresolvable, RecursionError, ArithmeticError, ValueError) as error:
         return [((), f"the schema cannot be applied: {type(error).__name__}: {error!s:.120}")]
     return list(dict.fromkeys(faults))  # jsonschema reports each missing field by an error of its own
 

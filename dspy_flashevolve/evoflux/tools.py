@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import anyio
@@ -55,7 +56,15 @@ class ToolSpec:
         """
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**arguments)
-        return await threads.run(self.function, **arguments)
+        return await threads.run(partial(_called, self.function, arguments))
+
+
+def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function in a thread; StopIteration would never reach who waits for it."""
+    try:
+        return function(**arguments)
+    except StopIteration as error:
+        raise RuntimeError(f"StopIteration: {error}") from error
 
 
 def sendable(text: str) -> str:

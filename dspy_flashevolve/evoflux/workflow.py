@@ -24,6 +24,8 @@ from dspy_flashevolve.evoflux.tools import ToolSpec
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 REFERENCE = "$ref"
 TEXT = "$text"
+PARAMETERS = {"parameters", "arguments", "args", "params", "input", "kwargs"}
+"""Names under which models write a node's parameters in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Node(BaseModel):
     id: str
     tool: str
     parameters: dict[str, Any] = Field(
-        default_factory=dict, validation_alias=AliasChoices("parameters", "arguments", "args", "params", "input")
+        default_factory=dict, validation_alias=AliasChoices(*sorted(PARAMETERS, reverse=True))
     )
     after: tuple[str, ...] = ()
 

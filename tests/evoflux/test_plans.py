@@ -58,7 +58,8 @@ def nodes(text: str, **inputs: str) -> list[tuple[str, str, dict[str, Any]]]:
         "name = 'tea'\na: dict = find(name)\ncode = a['sku']\nb = order(sku=code, amount=int(2))",
         "a = find(name='tea',)\nb = order(a['sku'],\n  amount=2)",
         "try:\n    a = find(name='tea')\n    b = order(sku=a['sku'], amount=2)\nexcept KeyError:\n    pass",
-        "a = find(name='tea')\nif not a:\n    raise ValueError\nb = order(**{'sku': a['sku']}, amount=2)",
+        "<think>\nfind('x')\n```\norder('y', 1)\n```\n</think>a = find('tea')\nb = order(**{'sku': a.sku}, amount=2)",
+        "Note: two of them\na = find(name='tea')\nif not a:\n    print('none')\nb = order(sku=a['sku'], amount=2)",
         json.dumps({"nodes": [
             {"id": "a", "tool": "find", "parameters": {"name": "tea"}},
             {"id": "b", "tool": "order", "parameters": {"sku": {"$ref": "a.sku"}, "amount": 2}},
@@ -187,17 +188,31 @@ def test_an_input_may_be_named_and_a_word_of_it_may_lack_its_quotes() -> None:
         ("a = find('x')\nfind(f\"{a['n']:.2f}\")", "line 2.*without a format"),
         ("a = find('x')\nfind(f\"{a['n']!r}\")", "line 2.*without a format"),
         ("send('a', 'b', to='c')", "line 1.*given twice"),
+        ("a = find('x')\nif not a:\n    raise ValueError\norder('x', 1)", "line 2.*no loops"),
+        ("a = find('x')\nassert a\norder('x', 1)", "line 2.*no loops"),
+        ("r = 'x'\nfor r in rows:\n    pass\norder(r, 1)", "line 2.*no loops"),
+        ("order('x', 1)\n```python\na = find('x')\n```", "outside of its block"),
+        ("order(**dict(p, amount=2))", "line 1.*only tools are called"),
+        ("a = find('x')\nfind(a.get('sku', 'D'))", "line 2.*only tools are called"),
+        ("a = find('x')\nfind(a['x.y'])", "line 2.*a dot"),
+        ("find(f'{5:999999999999}')", "line 1.*without a format"),
+        ("# 1) find\nsend(\n    'b',\n    'hi',\n    the copy address,\n)", "no Python"),
+        ('[{"id": "a", "tool": "order"}]\n\nfind("x")', "all of them nodes in JSON"),
+        ('[{"id": "a", "tool": "find", "depends_on": ["b"]}]', "'depends_on'"),
+        ('[{"id": "a", "tool": "find", "args": {"name": "x"}, "input": {"name": "y"}}]', "expected only"),
+        ('[{"id": "a", "tool": "find", "parameters": {"name": NaN}}]', "none of JSON"),
+        ('[{"id": "a", "tool": "find", "parameters": {"name": ' + "1" * 400 + "}}]", "none of JSON"),
         ("a = find('x')\nfind(name=a" + "[0]" * 3000 + ")", "nested"),
         ('[{"id": "a", "tool": "find", "parameters": {"name": ' + "[" * 60 + "]" * 60 + "}}]", "levels deep"),
-        ("find()\n" * 7000, "more than 100 calls"),
-        ("s = 'ab'\n" + "s = s + s\n" * 40 + "find(s)", "at most 50,000"),
-        ("s = ['ab']\n" + "s = [s, s]\n" * 40 + "find(s)", "at most 50,000"),
-        ("- a" + " " * 45_000 + "b", "no call"),
+        ("find()\n" * 2500, "more than 100 calls"),
+        ("s = 'ab'\n" + "s = s + s\n" * 40 + "find(s)", "at most 20,000"),
+        ("s = ['ab']\n" + "s = [s, s]\n" * 40 + "find(s)", "at most 20,000"),
+        ("- a" + " " * 19_000 + "b", "no call"),
         ("a = find(name=1e999)", "line 1.*written out"),
         ("a = find(name=b'tea')", "line 1.*written out"),
         ("a = find(name='tea'['x'])", "line 1.*a field is named"),
         ("(" * 5000 + "find(name='tea')", "Python"),
-        ("x" * 50_001, "50,001 characters"),
+        ("x" * 20_001, "20,001 characters"),
         ("\n".join("words that are no Python" for _ in range(300)), "prose"),
     ],
 )  # fmt: skip
@@ -404,3 +419,39 @@ def test_a_tool_whose_error_has_half_an_emoji_ends_no_search() -> None:
     assert made.answer is None
     for prompt in planner.prompts:
         prompt.encode()
+
+
+def test_a_read_after_a_write_is_made_again() -> None:
+    text = "a = find('tea')\norder(a['sku'], 1)\nsend(to='b', text=find('tea')['sku'])"
+    assert [tool for _, tool, _ in nodes(text)] == ["find", "order", "find", "send"]
+
+
+def test_no_value_of_a_writing_call_is_lost_in_a_repair() -> None:
+    ordered: list[int] = []
+
+    def order(sku: str, amount: int = 1) -> str:
+        ordered.append(amount)
+        return "ok"
+
+    for argument in ("quantity=5", "amount='two dozen'", "amounts=5"):
+        with dspy.context(lm=ScriptedPlanner([f"order(sku='x', {argument})"]).lm):
+            run(lambda: Evoflux("question -> answer", [order], without=["LM edits"]).acall(question="?"))
+    assert ordered == [5]  # "amounts" is "amount"; the others are left to the LM
+
+
+def test_a_pattern_of_another_language_does_not_end_a_question() -> None:
+    made = spec("look", {"name": {"type": "string", "pattern": r"^\p{L}+$"}}, ["name"])
+    with dspy.context(lm=ScriptedPlanner(["look(name='tea')"]).lm):
+        assert run(lambda: Evoflux("question -> answer", [made]).acall(question="?")).is_complete
+
+
+def test_a_tool_that_raises_stop_iteration_is_told_at_once() -> None:
+    def first(rows: list[int]) -> int:
+        return next(row for row in rows if row > 5)
+
+    program = Evoflux("question -> answer", [first], effects="read", max_candidates=1)
+    with dspy.context(lm=ScriptedPlanner(["first(rows=[1])"]).lm):
+        made = run(lambda: program.acall(question="?"))
+    assert (made.execution.runs[0].fault, made.execution.runs[0].error) == (
+        "exception", "RuntimeError: StopIteration: ",
+    )  # fmt: skip
