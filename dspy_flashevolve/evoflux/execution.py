@@ -27,8 +27,9 @@ import anyio
 
 from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.evoflux.schemas import Path, Schema, faults_of, field_schema, types_of
-from dspy_flashevolve.evoflux.tools import ToolSpec, as_json, sendable
+from dspy_flashevolve.evoflux.tools import ToolSpec, as_json
 from dspy_flashevolve.evoflux.workflow import TEXT, Node, Reference, Workflow, field_name, is_text, reference_in
 
 Status = Literal["ran", "failed", "waiting", "skipped"]
@@ -93,8 +94,8 @@ class NodeRun:
     def outcome(self, characters: int) -> str:
         """Say for an LM what came of it; an output is quoted as JSON, cut where it is long: data, no orders."""
         if self.status != "ran":
-            return sendable(f"DID NOT RUN ({self.status}): {self.error}")
-        text = sendable(json.dumps(self.output, ensure_ascii=False))
+            return without_surrogates(f"DID NOT RUN ({self.status}): {self.error}")
+        text = without_surrogates(json.dumps(self.output, ensure_ascii=False))
         return text if len(text) <= characters else f"{text[:characters]}… ({len(text):,} characters)"
 
 

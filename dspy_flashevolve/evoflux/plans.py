@@ -20,9 +20,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.evoflux.repair import closest
 from dspy_flashevolve.evoflux.stubs import parameters_of, python_name, python_names
-from dspy_flashevolve.evoflux.tools import ToolSpec, sendable
+from dspy_flashevolve.evoflux.tools import ToolSpec
 from dspy_flashevolve.evoflux.workflow import PARAMETERS, REFERENCE, TEXT, Node, Workflow, is_text, reference_in
 
 LONGEST_PLAN = 20_000
@@ -107,7 +108,7 @@ def read_plan(text: str, tools: Mapping[str, ToolSpec], inputs: Mapping[str, Any
     """
     if len(text) > LONGEST_PLAN:
         raise PlanError(f"the plan has {len(text):,} characters, expected at most {LONGEST_PLAN:,}")
-    code = textwrap.dedent(_THOUGHTS.sub("", sendable(text))).strip()
+    code = textwrap.dedent(_THOUGHTS.sub("", without_surrogates(text))).strip()
     try:
         if not _is_python(code):
             blocks = [block for block in _FENCE.findall(code) if "(" in block or "{" in block]
@@ -155,7 +156,7 @@ def _data_in(code: str) -> Any:
     """Read text that is all data, JSON or as Python writes it; None where it is none."""
     for read in (json.loads, ast.literal_eval) if code.startswith(("[", "{")) else ():
         with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError):
-            return json.loads(sendable(json.dumps(read(code), ensure_ascii=False)))
+            return json.loads(without_surrogates(json.dumps(read(code), ensure_ascii=False)))
     return None
 
 
@@ -222,7 +223,7 @@ class _Reader:
                 number = min(error.lineno or 1, len(lines)) - 1
                 line = lines[number].strip()
                 bare = line.strip("`")
-                bare = (found.group(1) if (found := _LIST.fullmatch(bare)) else bare).strip("`").strip()
+                bare = (item.group(1) if (item := _LIST.fullmatch(bare)) else bare).strip("`").strip()
                 is_inside = _is_open("\n".join(lines[:number]))
                 if bare and bare != lines[number] and not is_inside:
                     lines[number] = bare
@@ -287,7 +288,7 @@ class _Reader:
         if isinstance(given, ast.Call):
             return self._called(given, name)
         if isinstance(given, ast.Constant) and _is_plain(given.value):
-            return sendable(given.value) if isinstance(given.value, str) else given.value
+            return without_surrogates(given.value) if isinstance(given.value, str) else given.value
         if isinstance(given, ast.Name):
             if given.id in self._values or given.id in _CONSTANTS:
                 return self._values.get(given.id, _CONSTANTS.get(given.id))
@@ -301,7 +302,7 @@ class _Reader:
         if isinstance(given, ast.List | ast.Tuple | ast.Set):
             return self._sized(given, [self._value(item) for item in given.elts])
         if isinstance(given, ast.Dict) and all(isinstance(key, ast.Constant) for key in given.keys):
-            keys = [sendable(str(cast(ast.Constant, key).value)) for key in given.keys]
+            keys = [without_surrogates(str(cast(ast.Constant, key).value)) for key in given.keys]
             return self._sized(given, dict(zip(keys, map(self._value, given.values), strict=True)))
         if isinstance(given, ast.JoinedStr):
             return self._sized(given, _joined(map(self._value, given.values)))
@@ -345,11 +346,11 @@ class _Reader:
         else:
             raise self._refused(call, "only tools are called")
         if called not in self._tools and _is_builtin(called):
-            is_one = called in _CONVERSIONS and len(call.args) == 1
-            if call.keywords or not (is_one or called in ("str", "print")):
+            is_conversion = called in _CONVERSIONS and len(call.args) == 1
+            if call.keywords or not (is_conversion or called in ("str", "print")):
                 raise self._refused(call, "only tools are called")
             values = [self._value(each) for each in call.args]
-            return values[0] if is_one else self._sized(call, _joined(values))
+            return values[0] if is_conversion else self._sized(call, _joined(values))
         tool = self._tools.get(called, called)
         parameters = self._arguments(call, tool)
         since = [number for number, node in enumerate(self._nodes) if not self._reads(node.tool)]

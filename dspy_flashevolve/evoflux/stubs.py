@@ -15,11 +15,17 @@ MOST_CHARACTERS = 2000
 """Characters of one parameter's type or notes; a round number, about 500 tokens."""
 _DEPTH = 3
 """Levels of a type that are written out."""
-_TYPES = {"string": "str", "integer": "int", "number": "float", "boolean": "bool", "null": "None", "array": "list"}
+_TYPES = {
+    "string": "str", "integer": "int", "number": "float", "boolean": "bool", "null": "None", "array": "list",
+    "object": "dict",
+}  # fmt: skip
 _SAID_BY_TYPE = {
     "type", "properties", "required", "items", "enum", "const", "anyOf", "oneOf", "allOf", "default", "title",
     "additionalProperties", "description", "$ref", "$defs",
 }  # fmt: skip
+_PARTS = ("properties", "required", "items", "anyOf", "oneOf", "allOf")
+_MORE_THAN_TYPES = re.compile(r'"(description|\$ref|default|minimum|pattern|required)":')
+"""What parts of a schema say that their types do not show."""
 
 
 def python_name(name: str) -> str:
@@ -62,12 +68,8 @@ def stub_of(spec: ToolSpec, name: str | None = None) -> str:
         is_plain = python_name(field) == field
         parameters.append(f"{field}: {kind}{default}" if is_plain else f"**{{{field!r}: {kind}{default}}}")
         rest = {key: value for key, value in schema.items() if key not in _SAID_BY_TYPE}
-        inside = {
-            key: schema[key] for key in ("properties", "required", "items", "anyOf", "oneOf", "allOf") if key in schema
-        }
-        rest |= (
-            inside if re.search(r'"(description|\$ref|default|minimum|pattern|required)":', json.dumps(inside)) else {}
-        )
+        inside = {key: schema[key] for key in _PARTS if key in schema}
+        rest |= inside if _MORE_THAN_TYPES.search(json.dumps(inside)) else {}
         told = " ".join(str(schema.get("description") or "").split())
         note = f"{told} {json.dumps(rest, ensure_ascii=False) if rest else ''}".strip()
         notes += [f"{field}: {_cut(note)}"] if note else []
@@ -94,22 +96,18 @@ def _type_of(given: Any, root: Schema, depth: int = _DEPTH) -> str:
     if branches and depth and "properties" not in schema:
         joined = list(dict.fromkeys(_type_of(branch, root, depth - 1) for branch in branches))
         return (" & " if "allOf" in schema and len(joined) > 1 else " | ").join(joined)
-    kinds = sorted(types_of(schema) or ({"object"} if "properties" in schema else set()))
+    kinds = types_of(schema) or ({"object"} if "properties" in schema else set[str]())
+    fields, others, required = properties_of(schema), schema.get("additionalProperties"), schema.get("required") or []
     written: list[str] = []
     for kind in sorted(kinds, key=lambda kind: (kind == "null", kind)):
-        fields, others, needed = properties_of(schema), schema.get("additionalProperties"), schema.get("required") or []
         if kind == "object" and fields and depth:
             inner = (
-                f"{key!r}{'' if key in needed else '?'}: {_type_of(field, root, depth - 1)}"
+                f"{key!r}{'' if key in required else '?'}: {_type_of(field, root, depth - 1)}"
                 for key, field in fields.items()
             )
             written.append("{" + ", ".join(inner) + "}")
-        elif kind == "object":
-            written.append(
-                f"dict[str, {_type_of(others, root, depth - 1)}]"
-                if isinstance(others, dict) and others and depth
-                else "dict"
-            )
+        elif kind == "object" and isinstance(others, dict) and others and depth:
+            written.append(f"dict[str, {_type_of(others, root, depth - 1)}]")
         elif kind == "array" and schema.get("items") and depth:
             written.append(f"list[{_type_of(schema['items'], root, depth - 1)}]")
         else:

@@ -67,11 +67,6 @@ def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         raise RuntimeError(f"StopIteration: {error}") from error
 
 
-def sendable(text: str) -> str:
-    """Replace halves of emojis, with which no request of an LM can be sent."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def as_json(value: Any) -> Any:
     """Return a tool's output as JSON's types; text that is a JSON or Python object or list is read as one.
 

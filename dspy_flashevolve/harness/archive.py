@@ -18,7 +18,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from dspy_flashevolve.sandbox.contract import Failure, Outcome, without_surrogates
+from dspy_flashevolve.engine.texts import without_surrogates
+from dspy_flashevolve.sandbox.contract import Failure, Outcome
 
 Cost = Callable[[Outcome], float]
 """A function from the outcome of one run on one example to its cost. Lower is better; it must be finite."""

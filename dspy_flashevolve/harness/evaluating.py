@@ -18,6 +18,7 @@ from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashE
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import RequestCost, Rollout, RolloutKey
 from dspy_flashevolve.engine.steps import Step
+from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.harness.archive import TRIAL, Checked, Draft, DraftError, Evaluated, Failed, Trial, draft_of
 from dspy_flashevolve.harness.program import (
     Harness,
@@ -43,7 +44,6 @@ from dspy_flashevolve.sandbox.contract import (
     LmRequest,
     Outcome,
     SandboxError,
-    without_surrogates,
 )  # fmt: skip
 
 FLEX: Any = dspy.Flex

@@ -26,9 +26,10 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.harness.archive import DraftError, draft_of
 from dspy_flashevolve.programs.usage import counting_usage
-from dspy_flashevolve.sandbox.contract import Failure, Job, Limits, LmRecord, LmRequest, without_surrogates
+from dspy_flashevolve.sandbox.contract import Failure, Job, Limits, LmRecord, LmRequest
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 
 T = TypeVar("T")

@@ -13,6 +13,7 @@ import anyio
 import dspy
 
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RunAbortedError
+from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.harness.archive import (
     IMPORTABLE,
     MOST_CHARACTERS,
@@ -28,7 +29,7 @@ from dspy_flashevolve.harness.archive import (
     unknown_draft,
     whole_number,
 )  # fmt: skip
-from dspy_flashevolve.sandbox.contract import Limits, without_surrogates
+from dspy_flashevolve.sandbox.contract import Limits
 
 DIRECTIONS = (
     "the words of the prompts: what the traces show that the instructions do not say yet",

@@ -221,18 +221,8 @@ class CodeSandbox(Protocol):
         ...
 
 
-def without_surrogates(text: str) -> str:
-    r"""Return a text with "?" for each half of a surrogate pair. JSON can spell one (\ud800); UTF-8 has none, so that
-    a prompt with such a text could not be sent.
-
-    >>> without_surrogates("cut \ud83d")
-    'cut ?'
-    """
-    return text.encode("utf-8", "replace").decode()
-
-
 def encode(message: dict[str, Any]) -> bytes:
-    """Encode a message as a frame: header and payload. See `without_surrogates` for what becomes of its texts.
+    """Encode a message as a frame: header and payload. `engine.texts.without_surrogates` says what becomes of its texts.
 
     Raises:
         ValueError: the message has no JSON form; JSON has no infinite numbers and no NaN.
@@ -246,7 +236,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(payload: bytes, most_depth: int | None = MOST_DEPTH) -> dict[str, Any]:
-    """Decode the payload of a frame. See `without_surrogates` for what becomes of its texts.
+    """Decode the payload of a frame. `engine.texts.without_surrogates` says what becomes of its texts.
 
     Args:
         most_depth: most levels of nested lists and objects; None for as many as Python can read.

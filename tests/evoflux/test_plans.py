@@ -230,6 +230,39 @@ def test_a_planner_is_told_of_a_plan_that_could_not_be_read() -> None:
     assert "no loops" in planner.prompts[1]
 
 
+def test_a_planner_is_told_of_a_bad_reply_once() -> None:
+    planner = ScriptedPlanner(["while True: find_city()", "find_city(name='X')"], ["find_city(name='Oslo')"])
+    program = Evoflux("question -> answer", TOOLS, effects=READS, without=["edits"])
+    with dspy.context(lm=planner.lm):
+        assert run(lambda: program.acall(question="?")).is_complete
+    assert ["no loops" in prompt for prompt in planner.prompts] == [False, True, False, False]
+
+
+def test_the_last_item_of_a_list_can_be_referred_to() -> None:
+    rows = {"type": "array", "items": TEXT}
+    tools = CATALOGUE | {"rows": spec("rows", {}, [], {"type": "object", "properties": {"rows": rows}})}
+    flow = read_plan("a = rows()\nfind(name=a['rows'][-1])", tools)
+    assert flow.check(tools) == []
+
+
+def test_a_keyword_is_no_identifier() -> None:
+    flow = Workflow.from_json([{"id": "from", "tool": "find", "parameters": {"name": "x"}}])
+    assert [complaint.path for complaint in flow.check(CATALOGUE)] == [("id",)]
+
+
+def test_an_output_that_is_nested_too_deeply_is_an_error_of_its_node() -> None:
+    def deep() -> Any:
+        return "[" * 600 + "]" * 600
+
+    def keep(value: Any) -> str:
+        return "kept"
+
+    program = Evoflux("question -> answer", [deep, keep], effects="read", max_candidates=1)
+    with dspy.context(lm=ScriptedPlanner(["a = deep()\nb = keep(value=a)"]).lm):
+        made = run(lambda: program.acall(question="?"))
+    assert [each.status for each in made.execution.runs] == ["ran", "failed"]
+
+
 def test_half_an_emoji_goes_no_further() -> None:
     for text in ("a = find(name='\\ud83d')", "a = find(name='\ud83d')"):
         read = read_plan(text, CATALOGUE)

@@ -91,3 +91,29 @@ def test_what_was_looked_up_by_a_text_is_taken_in_its_place_and_nothing_else(nam
 def test_a_text_that_two_tools_take_under_the_same_name_stays_a_text() -> None:
     flow = workflow(("a", "find_owner", {"name": "tea"}), ("b", "praise", {"name": "tea"}))
     assert Repairer(LOOKUPS).repaired(flow) == flow
+
+
+def writing(name: str) -> ToolSpec:
+    return ToolSpec(name, "", {"type": "object", "properties": {}}, None, "write", lambda **given: "ok")
+
+
+def test_a_name_alone_is_not_enough_to_write() -> None:
+    tools = {"reset": writing("reset")}
+    assert Repairer(tools).repaired(workflow(("a", "set", {"value": 1}))).nodes[0].tool == "set"
+    assert Repairer(tools).repaired(workflow(("a", "resets", {}))).nodes[0].tool == "reset"
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("Tea", "tea"), ("US", "US"), ("Item", {"$ref": "Item"}), ("milk", "milk"), ("Tell", "Tell")],
+)
+def test_what_a_tool_that_raised_was_given_is_spelled_as_the_question_does_or_is_the_result_it_names(
+    text: str, meant: Any
+) -> None:
+    flow = workflow(("Item", "list_tables", {}), ("a", "read_query", {"query": text}))
+    ran = Execution((
+        NodeRun("Item", "list_tables", "ran", "ok"),
+        NodeRun("a", "read_query", "failed", fault="exception", error="no"),
+    ))  # fmt: skip
+    repaired = Repairer(TOOLS, inputs={"question": "Tell us of tea"}).repaired_run(flow, ran)
+    assert repaired.nodes[1].parameters == {"query": meant}
