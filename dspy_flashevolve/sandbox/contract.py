@@ -222,7 +222,7 @@ class CodeSandbox(Protocol):
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Encode a message as a frame: header and payload. `engine.texts.without_surrogates` says what becomes of its texts.
+    """Encode a message as a frame, header and payload; its texts without surrogates (`engine.texts`).
 
     Raises:
         ValueError: the message has no JSON form; JSON has no infinite numbers and no NaN.
@@ -236,7 +236,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(payload: bytes, most_depth: int | None = MOST_DEPTH) -> dict[str, Any]:
-    """Decode the payload of a frame. `engine.texts.without_surrogates` says what becomes of its texts.
+    """Decode the payload of a frame; its texts without surrogates (`engine.texts`).
 
     Args:
         most_depth: most levels of nested lists and objects; None for as many as Python can read.
