@@ -10,15 +10,15 @@ import json
 import logging
 import re
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import dspy
 from dspy.clients.errors import LMError
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 
-from dspy_flashevolve.gepa.changes import Change
-from dspy_flashevolve.gepa.parts import REWORDED, Part, is_json, likeness, parts_of
+from dspy_flashevolve.gepa.changes import Edit, EditedText
+from dspy_flashevolve.gepa.parts import is_json, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +49,6 @@ Proposing = Generator[tuple[dspy.Predict, dict[str, Any]], Any, str]
 """Yields a predictor with its inputs, is sent the reply (or the error that it raised), and returns a text."""
 
 
-class Edit(BaseModel):
-    """One edit of an instruction whose parts are numbered from 1."""
-
-    action: Literal["add", "replace", "remove"] = Field(
-        description="add: put the text behind the part; replace: put it in the part's place; remove: take the part out."
-    )
-    part: int = Field(description="The number of the part; 0 for an addition at the start.")
-    text: str = Field(default="", description="The new part; empty to remove one.")
-    reason: str = Field(default="", description="In half a sentence, what in the feedback asks for it.")
-
-
 class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
     """Asks the reflection LM for edits; an instruction proposer for gepa and dspy.GEPA, with an awaitable ``acall``.
 
@@ -73,7 +62,6 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
     def __init__(self, settings: Any) -> None:
         self.__dict__.update(vars(settings))
         self._unreadable = 0
-        self._edited = set[str]()
         signature = self.propose.signature.delete("new_instruction")
         description = "The instruction; each part begins with its number in brackets, which is no part of it."
         signature = signature.with_updated_fields("current_instruction", desc=description)
@@ -159,7 +147,7 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         """The instruction with the edits of a reply, or the whole text that came in their place; empty for neither."""
         try:
             reply = yield self.propose_edits, {**inputs, "current_instruction": numbered(instruction)}
-            return self._noted(edited(instruction, reply.edits or []))
+            return EditedText.of(instruction, reply.edits or [])
         except LMError:
             raise
         except Exception as error:
@@ -167,15 +155,7 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
             edits = edits_in(written)
             if not edits:
                 logger.info("A reflection's reply held no edits: %.200s", error)
-            return self._noted(edited(instruction, edits)) if edits else unnumbered(whole_text_in(written), instruction)
-
-    def _noted(self, text: str) -> str:
-        self._edited.add(text.strip())
-        return text
-
-    def is_edited(self, text: str) -> bool:
-        """Whether a text was made here by edits, and not written as a whole."""
-        return text.strip() in self._edited
+            return EditedText.of(instruction, edits) if edits else unnumbered(whole_text_in(written), instruction)
 
     def _shortening(self, text: str) -> Proposing:
         """The text, within the proposer's limit; shortened by one request where it is too long.
@@ -184,7 +164,8 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
             ValidationError: it is empty, or was too long after that, too.
         """
         try:
-            return self._instruction_validator.validate_python(text)
+            valid = self._instruction_validator.validate_python(text)
+            return EditedText(valid, text.edits) if isinstance(text, EditedText) else valid
         except ValidationError:
             if self.compress is None or not text.strip():
                 raise
@@ -212,9 +193,6 @@ def numbered(instruction: str) -> str:
     return "\n".join(f"[{number}] {part.text}" for number, part in enumerate(parts_of(instruction), start=1))
 
 
-_NUMBER = re.compile(r"\A\s*\[\d{1,4}\]\s?")
-
-
 def unnumbered(text: str, instruction: str) -> str:
     """A whole text without the numbers that a model has copied from the parts that it was shown.
 
@@ -225,86 +203,6 @@ def unnumbered(text: str, instruction: str) -> str:
 
 
 _LINE_NUMBER = re.compile(r"^[ \t]*\[\d{1,4}\] ?", re.MULTILINE)
-
-
-def edited(instruction: str, edits: Sequence[Edit]) -> str:
-    """The instruction that edits make of one.
-
-    An edit of a part that is not there is left out. Of several replacements of one part the first goes in its place,
-    the others behind it. An item that is put behind the last one of a list joins the list.
-
-    >>> edited("Answer.\\n- Be brief.\\n\\nThanks.", [Edit(action="add", part=2, text="- Be kind.")])
-    'Answer.\\n- Be brief.\\n- Be kind.\\n\\nThanks.'
-    """
-    parts = parts_of(instruction)
-    kept: dict[int, str | None] = {number: part.text for number, part in enumerate(parts, start=1)}
-    added: dict[int, list[str]] = {}
-    changed: set[int] = set()
-    for edit in edits:
-        text = _NUMBER.sub("", edit.text).strip("\n").rstrip()
-        number = min(max(edit.part, 0), len(parts)) if edit.action == "add" else edit.part
-        if edit.action == "add" or number in changed:
-            added.setdefault(number, []).extend([text] if text else [])
-        elif number in kept and (text or edit.action == "remove"):
-            changed.add(number)
-            kept[number] = text if edit.action == "replace" else None
-    written = ""
-    gap = _BLANK
-    for number, own in [(0, None), *kept.items()]:
-        after = parts[number - 1].after if number else "\n"
-        block = [*([own] if own else []), *added.get(number, [])]
-        for position, text in enumerate(block):
-            is_own = own is not None and position == 0
-            written += (gap if is_own else _gap(written, text, after)) if written else ""
-            written += text
-        gap = after if block else max(gap, after, key=len)
-    return written
-
-
-RELATED = 0.3
-"""Share of their words that a part and a change have in common, from which the change belongs behind the part; else it
-goes to the end. Lines on one label of `symptom2disease` share more, lines on two share less."""
-
-
-def put_into(instruction: str, change: Change) -> str:
-    """An instruction with a change in it that was made in another text: in the place of the part that it replaces, as
-    far as that is there, else behind the part that is most like it.
-
-    >>> change = Change("self", "- Be kind.", "", (), (), (), frozenset(), "")
-    >>> put_into("Answer.\\n- Be brief.\\n\\nThanks.", change)
-    'Answer.\\n- Be brief.\\n- Be kind.\\n\\nThanks.'
-    """
-    parts = parts_of(instruction)
-
-    def nearest(part: Part, least: float) -> int:
-        alike = [likeness(part, other) for other in parts]
-        return alike.index(max(alike)) + 1 if alike and max(alike) >= least else 0
-
-    gone = list(dict.fromkeys(place for part in parts_of(change.replaces) if (place := nearest(part, REWORDED))))
-    edits = [Edit(action="remove", part=place) for place in gone]
-    new = parts_of(change.part)
-    if new and gone:
-        edits[0] = Edit(action="replace", part=gone[0], text=change.part)
-    elif new:
-        edits = [Edit(action="add", part=nearest(new[0], RELATED) or len(parts), text=change.part)]
-    return edited(instruction, edits)
-
-
-_BLANK = "\n\n"
-_ITEM = re.compile(r"\A[ \t]*(?:[-*+•]|\d{1,3}[.)])\s")
-_STARTS_LINE = re.compile(r"\A(?:#|\*\*|<|```|\|)")
-
-
-def _gap(above: str, text: str, after: str) -> str:
-    """The space before a new part: none that is blank inside a list, one line before a section, else as behind the part
-    above it."""
-    if _ITEM.match(text) and _ITEM.match(above.rpartition("\n")[2] if "\n" in above else above):
-        return "\n"
-    if _STARTS_LINE.match(text):
-        return _BLANK
-    if _ITEM.match(text) or "\n" in text:
-        return "\n"
-    return after or "\n"
 
 
 def edits_in(reply: str) -> list[Edit]:

@@ -18,6 +18,7 @@ from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.rollouts import RequestCost
 from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
+from dspy_flashevolve.gepa.changes import Edit, EditedText
 from dspy_flashevolve.gepa.options import gepa_logger
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Child, Parent
@@ -180,7 +181,10 @@ class Proposing:
                 return End(EndKind.REJECTED, "reflection returned no text")
             for name in reflection.texts:
                 assert name in parent_texts, f"{name} missing in candidate"
-            return Child(task.parent, reflection.texts, record.feedback)
+            texts = {name: str(text) for name, text in reflection.texts.items()}
+            edits = {name: text.edits for name, text in reflection.texts.items() if isinstance(text, EditedText)}
+            edits = {name: own for name, own in edits.items() if own}
+            return Child(task.parent, texts, record.feedback, edits=edits)
         return End(EndKind.FAILED, reason)
 
 
@@ -204,12 +208,22 @@ class _ProposalRecord:
         self.feedback = tuple(dict.fromkeys(str(record["Feedback"]) for record in rows if record.get("Feedback")))
 
     def write(self, answer: Reflection) -> str | None:
-        return json.dumps({"texts": answer.texts, "feedback": self.feedback}) if answer.texts else None
+        if not answer.texts:
+            return None
+        edits = {
+            name: [edit.model_dump() for edit in text.edits]
+            for name, text in answer.texts.items()
+            if isinstance(text, EditedText)
+        }
+        return json.dumps({"texts": answer.texts, "feedback": self.feedback, "edits": edits})
 
     def read(self, text: str) -> Reflection:
         kept = json.loads(text)
         self.feedback = tuple(kept["feedback"])
-        return Reflection(kept["texts"], 0)
+        texts: dict[str, str] = kept["texts"]
+        for name, edits in kept["edits"].items():
+            texts[name] = EditedText(texts[name], [Edit(**edit) for edit in edits])
+        return Reflection(texts, 0)
 
 
 def shortened(error: Exception) -> str:
