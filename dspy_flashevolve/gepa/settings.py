@@ -28,10 +28,10 @@ class Edits:
     """Search by edits: test the edits of children in many prompts at once, and keep those that help.
 
     They join the head, the prompt of all edits that are expected to help, without an LM call. A child that was written
-    as a whole text stands for itself. Steps start from variants of the head, each with some of the edits left out, and one linear model over all
-    rollouts tells what each edit is worth. What harms leaves the head; the head is validated where it is expected to be
-    better. The alternative, ``search="pareto"``, is GEPA's own: every child stands for itself, and every step starts
-    from the Pareto frontier.
+    as a whole text stands for itself. Steps start from variants of the head, each with some of the edits left out, and
+    one linear model over all rollouts tells what each edit is worth. What harms leaves the head; the head is validated
+    where it is expected to be better. The alternative, ``search="pareto"``, is GEPA's own: every child stands for
+    itself, and every step starts from the Pareto frontier.
 
     Args:
         frontier_share: share of the steps that start from the Pareto frontier all the same, 0 to 1.
@@ -53,7 +53,7 @@ STAGES = ("rollout", "propose", "integrate", "screen", "prefix", "validate")
 
 
 def asks_for_edits(proposer: Any) -> bool:
-    """Say whether the reflection LM is asked for edits: whether an instruction proposer is dspy's, with any settings."""
+    """Say whether the reflection LM can be asked for edits: whether a proposer is dspy's, with any settings."""
     return proposer is None or type(proposer) is InstructionProposer
 
 
