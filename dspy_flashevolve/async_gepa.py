@@ -48,7 +48,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             validation). A budget that pays fewer than two steps is spent as ``dspy.GEPA`` does it, overshoot too.
         reflection_minibatch_size: training examples that a reflection reads. Default None: up to twelve, so many that
             the budget allows twelve reflections, and at most half of the training set; three, as in ``dspy.GEPA``, with
-            an ``instruction_proposer``, a sampler or a sampling strategy of your own, and in lockstep.
+            ``search="pareto"``, as long as children are whole texts, with a sampler or a sampling strategy of your own,
+            and in lockstep.
         num_threads: most requests in flight, over all stages. Default None: the run finds out how many the endpoint
             takes, from ``dspy.settings.num_threads`` up to ``max_concurrency`` (docs/scheduling.md). In lockstep, and
             for programs that run in threads unless ``max_concurrency`` is given, None is ``dspy.settings.num_threads``.

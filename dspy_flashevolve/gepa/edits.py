@@ -19,14 +19,15 @@ from pydantic import ValidationError
 
 from dspy_flashevolve.gepa.changes import Edit, EditedText
 from dspy_flashevolve.gepa.parts import is_json, parts_of
+from dspy_flashevolve.modules.integrate import past_cache
 
 logger = logging.getLogger(__name__)
 
 MOST_MISSES = 100
 """Brackets at which no JSON begins, after which no further one of a reply is tried: each try may read all of it."""
 MOST_UNREADABLE = 3
-"""Replies in a row that held no edit, after which whole texts are asked for at once. One unreadable reply costs one
-request more; a model that cannot write edits would pay for two requests a reflection to the end of the run."""
+"""Replies in a row that held no edit while the same LM wrote a whole text, after which whole texts are asked for at
+once. A model that cannot write edits would pay for two requests a reflection to the end of the run."""
 
 TASK = """\
 An assistant performs a task with the instruction below, whose parts are numbered. You are given inputs of the task, the
@@ -53,7 +54,8 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
     """Asks the reflection LM for edits; an instruction proposer for gepa and dspy.GEPA, with an awaitable ``acall``.
 
     What dspy's ``InstructionProposer`` can be told (skills, further instructions, a limit on characters, ...) holds
-    here, too. A reply that holds no edit is asked for once more, as a whole text.
+    here, too. A reply that holds no edit is asked for once more: as edits from an LM that has written some, else as a
+    whole text.
 
     Args:
         settings: an `InstructionProposer`, whose settings are taken over.
@@ -61,7 +63,7 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
 
     def __init__(self, settings: Any) -> None:
         self.__dict__.update(vars(settings))
-        self._unreadable = 0
+        self._unreadable, self._writes_edits = 0, False
         signature = self.propose.signature.delete("new_instruction")
         description = "The instruction; each part begins with its number in brackets, which is no part of it."
         signature = signature.with_updated_fields("current_instruction", desc=description)
@@ -125,11 +127,14 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         inputs = self._settings() | {"examples_with_feedback": self._prepare_examples(examples)}
         if self._unreadable < MOST_UNREADABLE and not is_json(instruction):
             text = yield from self._improving(instruction, inputs)
+            if not text and self._writes_edits:
+                text = yield from self._improving(instruction, inputs, is_last=True)
             if text:
                 self._unreadable = 0
+                self._writes_edits |= isinstance(text, EditedText)
                 return (yield from self._shortening(text))
-            self._unreadable += 1
         reply = yield self.propose, {**inputs, "current_instruction": instruction}
+        self._unreadable += 1  # an LM that refuses both writes whole texts no better than edits
         return (yield from self._shortening(reply.new_instruction))
 
     def _settings(self) -> dict[str, Any]:
@@ -143,19 +148,25 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
             settings["length_limit"] = self._length_limit_text()
         return settings
 
-    def _improving(self, instruction: str, inputs: Mapping[str, Any]) -> Proposing:
-        """The instruction with the edits of a reply, or the whole text that came in their place; empty for neither."""
+    def _improving(self, instruction: str, inputs: Mapping[str, Any], is_last: bool = False) -> Proposing:
+        """The instruction with the edits of a reply, or the whole text that came in their place; empty for neither, or
+        the error where no further request follows."""
+        inputs = {**inputs, "current_instruction": numbered(instruction), **past_cache(int(is_last))}
         try:
-            reply = yield self.propose_edits, {**inputs, "current_instruction": numbered(instruction)}
+            reply = yield self.propose_edits, inputs
             return EditedText.of(instruction, reply.edits or [])
         except LMError:
             raise
         except Exception as error:
             written = str(getattr(error, "lm_response", None) or "")
             edits = edits_in(written)
-            if not edits:
-                logger.info("A reflection's reply held no edits: %.200s", error)
-            return EditedText.of(instruction, edits) if edits else unnumbered(whole_text_in(written), instruction)
+            if edits:
+                return EditedText.of(instruction, edits)
+            logger.info("A reflection's reply held no edits: %.200s", error)
+            text = unnumbered(whole_text_in(written), instruction)
+            if is_last and not text:
+                raise
+            return text
 
     def _shortening(self, text: str) -> Proposing:
         """The text, within the proposer's limit; shortened by one request where it is too long.

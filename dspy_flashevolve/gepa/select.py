@@ -33,6 +33,7 @@ class Selection:
         credit: composes what steps start from besides the Pareto frontier; None where nothing is composed.
         frontier_share: share of the steps that start from the Pareto frontier all the same.
         unanswerable: a candidate's texts -> training examples that get no answer: its minibatches avoid them.
+        most_examples: of a minibatch; None for as many as the sampler draws.
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class Selection:
         credit: Credit | None,
         frontier_share: float,
         unanswerable: Callable[[dict[str, str]], set[Any]],
+        most_examples: Callable[[], int | None],
     ) -> None:
         self._pool = pool
         self._credit = credit
         self._frontier_share = frontier_share
-        self._unanswerable = unanswerable
+        self._unanswerable, self._most_examples = unanswerable, most_examples
         self._crossing: set[int] = set()
         """Numbers of the steps that cross two candidates."""
 
@@ -119,6 +121,10 @@ class Selection:
             for place, task in enumerate(tasks):  # a strategy of the user's may choose parents by itself
                 if task.parent_idx == credit.parent and (bases[place] is None or not pool.seed_confirmed):
                     tasks[place] = replace(task, parent_candidate=dict(variant))
+        most = self._most_examples()
+        tasks = [
+            replace(task, minibatch_ids=task.minibatch_ids[:most], minibatch=task.minibatch[:most]) for task in tasks
+        ]
         tasks = [self._once(task) for task in tasks]
         tasks = [self._answerable(task, self._unanswerable(task.parent_candidate)) for task in tasks]
         for task in tasks:

@@ -16,6 +16,8 @@ from dspy_flashevolve.engine.stages import Workers
 from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.programs.settings import RunSettings
 
+MINIBATCH = 3
+"""Examples of a minibatch of gepa's, where nothing is said."""
 MOST_READ, LEAST_REFLECTIONS = 12, 12
 """Examples that a reflection reads at most, and reflections that the budget has to pay all the same. A strong model
 reads twelve examples as easily as three: with coded labels 16 reflections of twelve did as well as 34 of three to eight
@@ -173,6 +175,7 @@ class GepaSettings(RunSettings):
         max_metric_calls: in metric calls, in whatever way the budget was given. Lockstep may exceed it by its last
             step, as dspy.GEPA does.
         gepa_kwargs: gepa's own arguments, as the user gave them; checked by :func:`check_options`.
+        sizes_minibatches: the run has chosen how many examples a reflection reads (:meth:`sized_for`).
     """
 
     metric_fn: Callable[..., Any]
@@ -204,6 +207,7 @@ class GepaSettings(RunSettings):
     max_cost: float | None = None
     workflow: Workflow = Workflow()
     metric_lock: bool = False
+    sizes_minibatches: bool = False
 
     @property
     def is_lockstep(self) -> bool:
@@ -218,13 +222,14 @@ class GepaSettings(RunSettings):
     @property
     def minibatch_size(self) -> int:
         """Training examples of one minibatch; gepa's default where none is given."""
-        return self.reflection_minibatch_size or 3
+        return self.reflection_minibatch_size or MINIBATCH
 
     def sized_for(self, train: int, val: int) -> GepaSettings:
         """Choose how many examples a reflection reads, where the user has not said how rollouts and reflections go.
 
         As many as the budget pays :data:`LEAST_REFLECTIONS` reflections of, each with its child's screen, beside the
-        first and the last validation; from three to :data:`MOST_READ`, and at most half of the training set.
+        first and the last validation; from three to :data:`MOST_READ`, and at most half of the training set. Until
+        children are edits, it is three.
 
         Args:
             train, val: numbers of examples.
@@ -236,7 +241,7 @@ class GepaSettings(RunSettings):
         size = min(MOST_READ, train // 2)
         if self.max_metric_calls is not None:
             size = min(size, (self.max_metric_calls - 2 * val) // (2 * LEAST_REFLECTIONS))
-        return replace(self, reflection_minibatch_size=max(3, size))
+        return replace(self, reflection_minibatch_size=max(MINIBATCH, size), sizes_minibatches=True)
 
     @property
     def frontier_type(self) -> Any:

@@ -50,7 +50,7 @@ from dspy_flashevolve.gepa.records import (
 from dspy_flashevolve.gepa.repair import Repairs
 from dspy_flashevolve.gepa.screening import Screening
 from dspy_flashevolve.gepa.select import Selection
-from dspy_flashevolve.gepa.settings import GepaSettings
+from dspy_flashevolve.gepa.settings import MINIBATCH, GepaSettings
 from dspy_flashevolve.gepa.spending import PERFECT, SearchWidth, Spending
 from dspy_flashevolve.gepa.tracker import figures
 from dspy_flashevolve.observe.statistics import ChangeRecord
@@ -97,7 +97,8 @@ class GepaLoop:
         self._repairs = Repairs(run, pool, repairing, settings, code, calls)
         share = 1.0 if search is None else search.frontier_share
         self._screening = Screening()
-        self._selection = Selection(pool, self._credit, share, self._unanswerable)
+        self._selection = Selection(pool, self._credit, share, self._unanswerable, self._most_examples)
+        self._reads_few = settings.sizes_minibatches
         has_edits = isinstance(program.adapter.custom_instruction_proposer, EditProposer)
         self._heads = Heads(run, pool, self._credit, self._selection, calls, settings, initial, has_edits)
         minibatch = min(settings.minibatch_size, len(pool.trainset))
@@ -110,7 +111,14 @@ class GepaLoop:
             and not settings.gepa_kwargs.get("stop_callbacks")  # whoever gives stoppers says when a run ends
         )
         self._spending = Spending(
-            run, pool, self._heads, calls, self._evaluations.set_aside, minibatch, ends_with_perfect
+            run,
+            pool,
+            self._heads,
+            calls,
+            self._evaluations.set_aside,
+            minibatch,
+            self._most_examples,
+            ends_with_perfect,
         )
         self._admission = SearchWidth(
             settings.workflow,
@@ -561,6 +569,12 @@ class GepaLoop:
         """Stop the run, as one of gepa's or the user's stoppers says."""
         stopper = self._pool.parts.stopper
         self._run.stop(stopper.reason, "finished" if stopper.budget_spent else "stopped")
+
+    def _most_examples(self) -> int | None:
+        """Return how many examples a reflection reads at most, where the run may choose: GEPA's three, until children
+        are edits and come together; None for as many as the sampler draws."""
+        joins = self._credit is not None and self._credit.outlook.joins
+        return MINIBATCH if self._reads_few and not joins else None
 
     def _unanswerable(self, candidate: Texts) -> set[Any]:
         """Find training examples that get no answer for a candidate; none in lockstep, as in dspy.GEPA."""
