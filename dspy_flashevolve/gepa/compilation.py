@@ -23,7 +23,7 @@ from dspy_flashevolve.engine.errors import attach_best_program, report_hook
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
-from dspy_flashevolve.gepa.edits import EditProposer
+from dspy_flashevolve.gepa.edits import EditProposer, TextProposer
 from dspy_flashevolve.gepa.options import IterationLog, adapter_of, build_parts, gepa_logger, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.resume import check_checkpoint, tell_changes, written_out
@@ -174,8 +174,9 @@ class Compilation:
         self._metric = Metric(settings.metric_fn, run.threads, settings.metric_lock)
         reflection_lm = run.pace(settings.reflection_lm)
         adapter = adapter_of(settings, self._student, reflection_lm)
-        if settings.edits is not None and type(adapter.custom_instruction_proposer) is InstructionProposer:
-            adapter.custom_instruction_proposer = EditProposer(adapter.custom_instruction_proposer)
+        if not lockstep and type(adapter.custom_instruction_proposer) is InstructionProposer:
+            proposer = TextProposer if settings.edits is None else EditProposer
+            adapter.custom_instruction_proposer = proposer(adapter.custom_instruction_proposer)
         log = LoggerAdapter(gepa_logger) if lockstep else IterationLog()
         self._parts = build_parts(settings, self._valset, log)
         self.best = Best(settings, adapter, lambda: self._pool.state)

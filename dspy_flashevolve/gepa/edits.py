@@ -6,24 +6,27 @@ stays as it is, word for word.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Literal
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Literal, TypeVar
 
 import dspy
 from dspy.clients.errors import LMError
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
+from dspy.utils.exceptions import AdapterParseError
 from pydantic import BaseModel, Field, ValidationError
 
 from dspy_flashevolve.gepa.changes import Change
 from dspy_flashevolve.gepa.parts import REWORDED, Part, is_json, likeness, parts_of
+from dspy_flashevolve.modules.reading import closed_replies, text_in
+from dspy_flashevolve.programs.replies import CutOffReplyError, recording_cut_off_replies
 
 logger = logging.getLogger(__name__)
 
-MOST_MISSES = 100
-"""Brackets at which no JSON begins, after which no further one of a reply is tried: each try may read all of it."""
 MOST_UNREADABLE = 3
 """Replies in a row that held no edit, after which whole texts are asked for at once. One unreadable reply costs one
 request more; a model that cannot write edits would pay for two requests a reflection to the end of the run."""
@@ -45,8 +48,9 @@ the other. A new part says one thing, is understood without its neighbours (it n
 their form: an item in a list, a heading where a section begins, else a sentence. Write no part numbers in a text."""
 
 
-Proposing = Generator[tuple[dspy.Predict, dict[str, Any]], Any, str]
-"""Yields a predictor with its inputs, is sent the reply (or the error that it raised), and returns a text."""
+T = TypeVar("T")
+Asking = Generator[tuple[dspy.Predict, dict[str, Any]], Any, T]
+"""Yields a predictor with its inputs, is sent the reply (or the error that it raised), and returns what it made."""
 
 
 class Edit(BaseModel):
@@ -59,12 +63,32 @@ class Edit(BaseModel):
     text: str = Field(default="", description="The new part; empty to remove one.")
     reason: str = Field(default="", description="In half a sentence, what in the feedback asks for it.")
 
+    @classmethod
+    def in_text(cls, answer: str) -> list[Edit]:
+        """Read edits that are written as tags.
 
-class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
-    """Asks the reflection LM for edits; an instruction proposer for gepa and dspy.GEPA, with an awaitable ``acall``.
+        >>> Edit.in_text('Here you are: <replace part="2">- Be brief.</replace>')
+        [Edit(action='replace', part=2, text='- Be brief.', reason='')]
+        """
+        edits: list[Edit] = []
+        tags = [*_TAG.finditer(answer)]
+        for tag, following in zip_longest(tags, tags[1:]):
+            assert tag is not None
+            # A tag is closed before the next one opens: looked for further, each would be looked for to the end.
+            inner = answer[tag.end() : following.start() if following is not None else None]
+            text, closed, _ = inner.partition(f"</{tag['action']}>")
+            if closed or tag["empty"]:
+                edits.append(cls(action=tag["action"], part=int(tag["part"]), text="" if tag["empty"] else text))  # pyright: ignore[reportArgumentType]
+        return edits
 
-    What dspy's ``InstructionProposer`` can be told (skills, further instructions, a limit on characters, ...) holds
-    here, too. A reply that holds no edit is asked for once more, as a whole text.
+
+_TAG = re.compile(r'<(?P<action>add|replace|remove)\s+(?:after|part)="?(?P<part>\d{1,4})"?\s*(?P<empty>/)?>')
+
+
+class TextProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
+    """dspy's own instruction proposer, awaitable, which takes no text from a reply that was cut off.
+
+    What ``InstructionProposer`` can be told (skills, further instructions, a limit on characters, ...) holds here, too.
 
     Args:
         settings: an `InstructionProposer`, whose settings are taken over.
@@ -72,13 +96,6 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
 
     def __init__(self, settings: Any) -> None:
         self.__dict__.update(vars(settings))
-        self._unreadable = 0
-        self._edited = set[str]()
-        signature = self.propose.signature.delete("new_instruction")
-        description = "The instruction; each part begins with its number in brackets, which is no part of it."
-        signature = signature.with_updated_fields("current_instruction", desc=description)
-        signature = signature.append("edits", dspy.OutputField(desc="The edits."), list[Edit])
-        self.propose_edits = dspy.Predict(signature.with_instructions(f"{self.base_instructions or TASK}\n\n{FORM}"))
 
     def __call__(
         self,
@@ -89,21 +106,17 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         """The new instruction of each component; one that is in neither argument is left out.
 
         Raises:
-            ValueError: a reply held neither edits nor a text.
+            CutOffReplyError: a text ends where the LM's tokens were used up.
+            AdapterParseError: no reply held a text.
+            ValidationError: a text is empty, or too long.
         """
-        texts: dict[str, str] = {}
-        with dspy.context(adapter=self.adapter):
-            for name in self._known(candidate, reflective_dataset, components_to_update):
-                proposing = self._proposing(candidate[name], reflective_dataset[name])
-                request, text = _advanced(proposing)
-                while request is not None:
-                    predictor, inputs = request
-                    try:
-                        outcome = predictor(**inputs)
-                    except Exception as error:
-                        outcome = error
-                    request, text = _advanced(proposing, outcome)
-                texts[name] = text
+        asking = self._asking(candidate, reflective_dataset, components_to_update)
+        request, texts = _advanced(asking)
+        while request is not None:
+            predictor, inputs = request
+            with closed_replies(self.adapter), _recorded() as answer:
+                answer.outcome = predictor(**inputs)
+            request, texts = _advanced(asking, answer.outcome)
         return texts
 
     async def acall(
@@ -113,36 +126,23 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         components_to_update: list[str],
     ) -> dict[str, str]:
         """As a call, awaitable."""
-        texts: dict[str, str] = {}
-        with dspy.context(adapter=self.adapter):
-            for name in self._known(candidate, reflective_dataset, components_to_update):
-                proposing = self._proposing(candidate[name], reflective_dataset[name])
-                request, text = _advanced(proposing)
-                while request is not None:
-                    predictor, inputs = request
-                    try:
-                        outcome = await predictor.acall(**inputs)
-                    except Exception as error:
-                        outcome = error
-                    request, text = _advanced(proposing, outcome)
-                texts[name] = text
+        asking = self._asking(candidate, reflective_dataset, components_to_update)
+        request, texts = _advanced(asking)
+        while request is not None:
+            predictor, inputs = request
+            with closed_replies(self.adapter), _recorded() as answer:
+                answer.outcome = await predictor.acall(**inputs)
+            request, texts = _advanced(asking, answer.outcome)
         return texts
 
-    @staticmethod
-    def _known(candidate: Mapping[str, str], dataset: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-        return [name for name in names if name in candidate and name in dataset]
-
-    def _proposing(self, instruction: str, examples: Sequence[Mapping[str, Any]]) -> Proposing:
-        """The requests for one component, each with the reply or the error that is sent back; returns the new text."""
-        inputs = self._settings() | {"examples_with_feedback": self._prepare_examples(examples)}
-        if self._unreadable < MOST_UNREADABLE and not is_json(instruction):
-            text = yield from self._improving(instruction, inputs)
-            if text:
-                self._unreadable = 0
-                return (yield from self._shortening(text))
-            self._unreadable += 1
-        reply = yield self.propose, {**inputs, "current_instruction": instruction}
-        return (yield from self._shortening(reply.new_instruction))
+    def _asking(self, candidate: Mapping[str, str], dataset: Mapping[str, Any], names: Sequence[str]) -> Asking[Any]:
+        texts: dict[str, str] = {}
+        for name in names:
+            if name in candidate and name in dataset:
+                inputs = self._settings() | {"examples_with_feedback": self._prepare_examples(dataset[name])}
+                text = yield from self._proposing(candidate[name], inputs)
+                texts[name] = yield from self._shortening(text)
+        return texts
 
     def _settings(self) -> dict[str, Any]:
         """The inputs that all requests share. They stand first, so that a provider can cache that part."""
@@ -155,29 +155,12 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
             settings["length_limit"] = self._length_limit_text()
         return settings
 
-    def _improving(self, instruction: str, inputs: Mapping[str, Any]) -> Proposing:
-        """The instruction with the edits of a reply, or the whole text that came in their place; empty for neither."""
-        try:
-            reply = yield self.propose_edits, {**inputs, "current_instruction": numbered(instruction)}
-            return self._noted(edited(instruction, reply.edits or []))
-        except LMError:
-            raise
-        except Exception as error:
-            written = str(getattr(error, "lm_response", None) or "")
-            edits = edits_in(written)
-            if not edits:
-                logger.info("A reflection's reply held no edits: %.200s", error)
-            return self._noted(edited(instruction, edits)) if edits else unnumbered(whole_text_in(written), instruction)
+    def _proposing(self, instruction: str, inputs: Mapping[str, Any]) -> Asking[str]:
+        """The requests for one component, each with the reply or the error that is sent back; returns the new text."""
+        reply = yield self.propose, {**inputs, "current_instruction": instruction}
+        return reply.new_instruction
 
-    def _noted(self, text: str) -> str:
-        self._edited.add(text.strip())
-        return text
-
-    def is_edited(self, text: str) -> bool:
-        """Whether a text was made here by edits, and not written as a whole."""
-        return text.strip() in self._edited
-
-    def _shortening(self, text: str) -> Proposing:
+    def _shortening(self, text: str) -> Asking[str]:
         """The text, within the proposer's limit; shortened by one request where it is too long.
 
         Raises:
@@ -192,12 +175,77 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         return self._instruction_validator.validate_python(shortened.shortened_instruction)
 
 
-def _advanced(proposing: Proposing, outcome: Any = None) -> tuple[tuple[dspy.Predict, dict[str, Any]] | None, str]:
-    """Send a reply, or the error in its place; the next request, or None and the text that is returned."""
+class EditProposer(TextProposer):
+    """Asks the reflection LM for edits; an instruction proposer for gepa and dspy.GEPA, with an awaitable ``acall``.
+
+    Of a reply that was cut off those edits count that it closes. A reply that holds none is asked for once more, as a
+    whole text.
+
+    Args:
+        settings: an `InstructionProposer`, whose settings are taken over.
+    """
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self._unreadable = 0
+        self._edited = set[str]()
+        signature = self.propose.signature.delete("new_instruction")
+        description = "The instruction; each part begins with its number in brackets, which is no part of it."
+        signature = signature.with_updated_fields("current_instruction", desc=description)
+        signature = signature.append("edits", dspy.OutputField(desc="The edits."), list[Edit])
+        self.propose_edits = dspy.Predict(signature.with_instructions(f"{self.base_instructions or TASK}\n\n{FORM}"))
+
+    def _proposing(self, instruction: str, inputs: Mapping[str, Any]) -> Asking[str]:
+        if self._unreadable < MOST_UNREADABLE and not is_json(instruction):
+            text = yield from self._improving(instruction, inputs)
+            if text:
+                self._unreadable = 0
+                return text
+            self._unreadable += 1
+        return (yield from super()._proposing(instruction, inputs))
+
+    def _improving(self, instruction: str, inputs: Mapping[str, Any]) -> Asking[str]:
+        """The instruction with the edits of a reply, or the whole text that came in their place; empty for neither."""
+        try:
+            reply = yield self.propose_edits, {**inputs, "current_instruction": numbered(instruction)}
+        except (AdapterParseError, ValueError) as error:
+            logger.info("A reflection's reply held no edits: %.200s", error)
+            return unnumbered(text_in(getattr(error, "lm_response", ""), "new_instruction") or "", instruction)
+        text = edited(instruction, reply.edits or ())
+        self._edited.add(text.strip())
+        return text
+
+    def is_edited(self, text: str) -> bool:
+        """Whether a text was made here by edits, and not written as a whole."""
+        return text.strip() in self._edited
+
+
+@dataclass
+class _Answer:
+    """What a request came to: a prediction, or the error that was raised."""
+
+    outcome: Any = None
+
+
+@contextmanager
+def _recorded() -> Generator[_Answer, None, None]:
+    """Record an error as the outcome, and so too that a reply was cut off, unless whole edits stand in it."""
+    answer = _Answer()
+    with recording_cut_off_replies() as cut_off:
+        try:
+            yield answer
+        except Exception as error:
+            answer.outcome = error
+    if cut_off and not isinstance(answer.outcome, LMError) and not getattr(answer.outcome, "edits", None):
+        answer.outcome = CutOffReplyError(cut_off[0])
+
+
+def _advanced(asking: Asking[T], outcome: Any = None) -> tuple[tuple[dspy.Predict, dict[str, Any]] | None, T | Any]:
+    """Send a reply, or the error in its place; the next request, or None and what is returned."""
     try:
         if isinstance(outcome, Exception):
-            return proposing.throw(outcome), ""
-        return proposing.send(outcome), ""
+            return asking.throw(outcome), None
+        return asking.send(outcome), None
     except StopIteration as end:
         return None, end.value
 
@@ -305,63 +353,6 @@ def _gap(above: str, text: str, after: str) -> str:
     if _ITEM.match(text) or "\n" in text:
         return "\n"
     return after or "\n"
-
-
-def edits_in(reply: str) -> list[Edit]:
-    """The edits in a reply that is not in the form that was asked for: tags, or JSON with words around it.
-
-    >>> edits_in('Here you are: <replace part="2">- Be brief.</replace>')
-    [Edit(action='replace', part=2, text='- Be brief.', reason='')]
-    """
-    edits = [
-        Edit(action=action, part=int(number), text=text)  # pyright: ignore[reportArgumentType]
-        for action, number, text in _TAG.findall(reply)
-    ]
-    return edits or [edit for value in _json_values(reply) for edit in _edits_of(value)]
-
-
-_TAG = re.compile(r'<(add|replace|remove)\s+(?:after|part)="?(\d{1,4})"?\s*(?:/>|>(.*?)</\1>)', re.DOTALL)
-
-
-def _json_values(reply: str) -> list[Any]:
-    """The outermost JSON objects and lists in a text."""
-    decoder, values, at, misses = json.JSONDecoder(strict=False), list[Any](), 0, 0
-    while (
-        misses < MOST_MISSES
-        and (start := min((place for mark in "{[" if (place := reply.find(mark, at)) >= 0), default=-1)) >= 0
-    ):
-        try:
-            value, at = decoder.raw_decode(reply, start)
-            values.append(value)
-        except (ValueError, RecursionError):
-            at, misses = start + 1, misses + 1
-    return values
-
-
-def _edits_of(value: Any) -> list[Edit]:
-    """The edits in a JSON value: a list of them, or an object that is one or holds such a list."""
-    if isinstance(value, list):
-        return [edit for item in value for edit in _edits_of(item)]
-    if not isinstance(value, dict):
-        return []
-    try:
-        return [Edit.model_validate(value)]
-    except ValidationError:
-        return [edit for item in value.values() if isinstance(item, list) for edit in _edits_of(item)]
-
-
-_SECTION = re.compile(r"\[\[ ## new_instruction ## \]\]\s*(.*?)\s*(?=\[\[ ## |\Z)", re.DOTALL)
-
-
-def whole_text_in(reply: str) -> str:
-    """The new instruction in a reply that gives one where edits were asked for; empty where there is none.
-
-    >>> whole_text_in('{"new_instruction": "Be brief."}')
-    'Be brief.'
-    """
-    values = [value.get("new_instruction") for value in _json_values(reply) if isinstance(value, dict)]
-    texts = [*(value for value in values if isinstance(value, str)), *_SECTION.findall(reply)]
-    return texts[-1].strip() if texts else ""
 
 
 def render_skill(skill: Any) -> str:

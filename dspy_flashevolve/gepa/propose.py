@@ -23,7 +23,7 @@ from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Child, Parent
 from dspy_flashevolve.observe.statistics import PERFECT_MINIBATCH
 from dspy_flashevolve.programs.program import ProgramRunner
-from dspy_flashevolve.programs.reflection import Reflection
+from dspy_flashevolve.programs.reflection import OversizedReflectionError, Reflection
 from dspy_flashevolve.programs.run import DspyRun
 
 NOTHING = {
@@ -164,7 +164,9 @@ class Proposing:
                 reflection = await self._run.rollouts.request(
                     "propose",
                     step,
-                    lambda: self._program.reflection.propose(parent_texts, task.dataset, task.components),
+                    lambda: self._program.reflection.propose(
+                        parent_texts, task.dataset, task.components, shrinks=not self._run.lockstep
+                    ),
                     lambda reflection: RequestCost(reflection.tokens, reflection.cost_dollars),
                     record,
                 )
@@ -175,6 +177,8 @@ class Proposing:
                     raise
                 _log(f"Reflection failed (attempt {attempt + 1} of {ATTEMPTS}): {shortened(error)}", error)
                 reason = f"reflection failed: {shortened(error)}"
+                if isinstance(error, OversizedReflectionError):
+                    break  # the same request would be refused again
                 continue
             if not reflection.texts:
                 return End(EndKind.REJECTED, "reflection returned no text")
@@ -224,5 +228,5 @@ def shortened(error: Exception) -> str:
 
 def _log(message: str, error: Exception) -> None:
     gepa_logger.info(message)
-    if not isinstance(error, AdapterParseError):  # a reply that cannot be read is no fault of any line of code
+    if not isinstance(error, AdapterParseError | OversizedReflectionError):  # no fault of any line of code
         gepa_logger.info(traceback.format_exc())

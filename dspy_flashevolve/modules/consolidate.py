@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import dspy
 
-from dspy_flashevolve.modules.integrate import without_fence
+from dspy_flashevolve.modules.reading import closed_replies
 
 ROOM = 2
 """A text that takes in what alternatives know may be so many times as long as the longest of them."""
@@ -68,19 +68,21 @@ class Consolidation(dspy.Module):
         Returns:
             ``texts``: component -> new text; without those whose reply was empty.
         """
-        return _prediction(
-            {name: self.consolidate(**inputs(text, effects.get(name, ()), alternatives.get(name, ())))
-             for name, text in texts.items()}
-        )  # fmt: skip
+        with closed_replies():
+            return _prediction(
+                {name: self.consolidate(**inputs(text, effects.get(name, ()), alternatives.get(name, ())))
+                 for name, text in texts.items()}
+            )  # fmt: skip
 
     async def aforward(
         self, texts: Mapping[str, str], effects: Mapping[str, Effects], alternatives: Mapping[str, Sequence[str]]
     ) -> dspy.Prediction:
         """As :meth:`forward`, awaitable."""
-        return _prediction(
-            {name: await self.consolidate.acall(**inputs(text, effects.get(name, ()), alternatives.get(name, ())))
-             for name, text in texts.items()}
-        )  # fmt: skip
+        with closed_replies():
+            return _prediction(
+                {name: await self.consolidate.acall(**inputs(text, effects.get(name, ()), alternatives.get(name, ())))
+                 for name, text in texts.items()}
+            )  # fmt: skip
 
 
 def inputs(text: str, effects: Effects, alternatives: Sequence[str] = ()) -> dict[str, str]:
@@ -104,4 +106,4 @@ def inputs(text: str, effects: Effects, alternatives: Sequence[str] = ()) -> dic
 
 def _prediction(replies: Mapping[str, dspy.Prediction]) -> dspy.Prediction:
     texts = {name: str(reply.consolidated or "").strip() for name, reply in replies.items()}
-    return dspy.Prediction(texts={name: without_fence(text) for name, text in texts.items() if text})
+    return dspy.Prediction(texts={name: text for name, text in texts.items() if text})

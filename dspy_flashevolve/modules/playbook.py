@@ -12,6 +12,7 @@ import dspy
 from dspy.utils.exceptions import AdapterParseError
 
 from dspy_flashevolve.modules.integrate import ATTEMPTS, past_cache
+from dspy_flashevolve.modules.reading import closed_replies
 
 
 class ReflectOnSample(dspy.Signature):
@@ -81,7 +82,8 @@ class _RetryingPredict(dspy.Module):
         reply = dspy.Prediction()
         for attempt in range(ATTEMPTS):
             try:
-                return self.ask(**inputs, **past_cache(attempt))
+                with closed_replies():
+                    return self.ask(**inputs, **past_cache(attempt))
             except AdapterParseError as error:
                 reply = self._as_main_field(error)
         return reply
@@ -91,7 +93,8 @@ class _RetryingPredict(dspy.Module):
         reply = dspy.Prediction()
         for attempt in range(ATTEMPTS):
             try:
-                return await self.ask.acall(**inputs, **past_cache(attempt))
+                with closed_replies():
+                    return await self.ask.acall(**inputs, **past_cache(attempt))
             except AdapterParseError as error:
                 reply = self._as_main_field(error)
         return reply

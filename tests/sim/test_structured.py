@@ -13,9 +13,10 @@ import pytest
 from dspy.teleprompt.gepa import InstructionProposer
 
 from benchmarks.lineages import simulated_pairs
-from dspy_flashevolve.gepa.edits import EditProposer, edited, edits_in, numbered
+from dspy_flashevolve.gepa.edits import Edit, EditProposer, edited, numbered
 from dspy_flashevolve.gepa.parts import parts_of
 from dspy_flashevolve.modules.consolidate import Consolidation
+from dspy_flashevolve.modules.reading import items_in
 from dspy_flashevolve.sim import REPLY_MODELS, HouseRules
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import parse_chat_request
@@ -180,7 +181,7 @@ def test_an_edit_that_rewords_a_part_states_what_the_part_stated() -> None:
     current = texts(1)[0]
     for edits in edits_replies(60):
         kept = [edit for edit in edits if edit["action"] in ("replace", "add")]
-        after = edited(current, edits_in(json.dumps(kept)))
+        after = edited(current, items_in(json.dumps(kept), Edit))
         assert {*statements(current)} <= {*statements(after)}
 
 
