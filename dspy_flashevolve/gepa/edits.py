@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import dspy
-from dspy.clients.errors import LMError
-from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
+from dspy.teleprompt.gepa.instruction_proposal import (
+    InstructionProposer,
+    _render_skill,  # pyright: ignore[reportPrivateUsage]
+)
 from dspy.utils.exceptions import AdapterParseError
 from pydantic import BaseModel, Field, ValidationError
 
 from dspy_flashevolve.gepa.changes import Change
 from dspy_flashevolve.gepa.parts import REWORDED, Part, is_json, likeness, parts_of
-from dspy_flashevolve.modules.reading import closed_replies, text_in
+from dspy_flashevolve.modules.reading import asked, result_of, text_in
 from dspy_flashevolve.programs.replies import CutOffReplyError, recording_cut_off_replies
 
 logger = logging.getLogger(__name__)
@@ -46,11 +46,6 @@ another case or another example, goes behind that part as a short part of its ow
 wrong, and remove it where it misleads. After a mistake, write what tells the two cases apart, and not that one is never
 the other. A new part says one thing, is understood without its neighbours (it names again what it is about), and has
 their form: an item in a list, a heading where a section begins, else a sentence. Write no part numbers in a text."""
-
-
-T = TypeVar("T")
-Asking = Generator[tuple[dspy.Predict, dict[str, Any]], Any, T]
-"""Yields a predictor with its inputs, is sent the reply (or the error that it raised), and returns what it made."""
 
 
 class Edit(BaseModel):
@@ -110,14 +105,7 @@ class TextProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
             AdapterParseError: no reply held a text.
             ValidationError: a text is empty, or too long.
         """
-        asking = self._asking(candidate, reflective_dataset, components_to_update)
-        request, texts = _advanced(asking)
-        while request is not None:
-            predictor, inputs = request
-            with closed_replies(self.adapter), _recorded() as answer:
-                answer.outcome = predictor(**inputs)
-            request, texts = _advanced(asking, answer.outcome)
-        return texts
+        return result_of(self._texts(candidate, reflective_dataset, components_to_update, is_sync=True))
 
     async def acall(
         self,
@@ -126,41 +114,51 @@ class TextProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         components_to_update: list[str],
     ) -> dict[str, str]:
         """As a call, awaitable."""
-        asking = self._asking(candidate, reflective_dataset, components_to_update)
-        request, texts = _advanced(asking)
-        while request is not None:
-            predictor, inputs = request
-            with closed_replies(self.adapter), _recorded() as answer:
-                answer.outcome = await predictor.acall(**inputs)
-            request, texts = _advanced(asking, answer.outcome)
-        return texts
+        return await self._texts(candidate, reflective_dataset, components_to_update, is_sync=False)
 
-    def _asking(self, candidate: Mapping[str, str], dataset: Mapping[str, Any], names: Sequence[str]) -> Asking[Any]:
+    async def _texts(self, candidate: Any, dataset: Any, names: Sequence[str], is_sync: bool) -> dict[str, str]:
         texts: dict[str, str] = {}
         for name in names:
             if name in candidate and name in dataset:
                 inputs = self._settings() | {"examples_with_feedback": self._prepare_examples(dataset[name])}
-                text = yield from self._proposing(candidate[name], inputs)
-                texts[name] = yield from self._shortening(text)
+                text = await self._proposed(candidate[name], inputs, is_sync)
+                texts[name] = await self._shortened(text, is_sync)
         return texts
+
+    async def _reply(self, predictor: dspy.Predict, inputs: Mapping[str, Any], is_sync: bool) -> Any:
+        """Ask a predictor.
+
+        Raises:
+            CutOffReplyError: the reply was cut off at its longest length, unless whole edits stand in it.
+        """
+        with recording_cut_off_replies() as cut_off:
+            try:
+                reply = await asked(predictor, inputs, is_sync, self.adapter)
+            except AdapterParseError as error:
+                if cut_off:
+                    raise CutOffReplyError(cut_off[0]) from error
+                raise
+        if cut_off and not getattr(reply, "edits", None):
+            raise CutOffReplyError(cut_off[0])
+        return reply
 
     def _settings(self) -> dict[str, Any]:
         """The inputs that all requests share. They stand first, so that a provider can cache that part."""
         settings: dict[str, Any] = {}
         if self.skills:
-            settings["reference_skills"] = "\n\n".join(map(render_skill, self.skills))
+            settings["reference_skills"] = "\n\n".join(map(_render_skill, self.skills))
         if self.additional_instructions:
             settings["additional_instructions"] = self.additional_instructions
         if self.compress is not None:
             settings["length_limit"] = self._length_limit_text()
         return settings
 
-    def _proposing(self, instruction: str, inputs: Mapping[str, Any]) -> Asking[str]:
-        """The requests for one component, each with the reply or the error that is sent back; returns the new text."""
-        reply = yield self.propose, {**inputs, "current_instruction": instruction}
+    async def _proposed(self, instruction: str, inputs: Mapping[str, Any], is_sync: bool) -> str:
+        """The new text of a component."""
+        reply = await self._reply(self.propose, {**inputs, "current_instruction": instruction}, is_sync)
         return reply.new_instruction
 
-    def _shortening(self, text: str) -> Asking[str]:
+    async def _shortened(self, text: str, is_sync: bool) -> str:
         """The text, within the proposer's limit; shortened by one request where it is too long.
 
         Raises:
@@ -171,8 +169,9 @@ class TextProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         except ValidationError:
             if self.compress is None or not text.strip():
                 raise
-        shortened = yield self.compress, {"instruction": text, "length_limit": self._length_limit_text()}
-        return self._instruction_validator.validate_python(shortened.shortened_instruction)
+        inputs = {"instruction": text, "length_limit": self._length_limit_text()}
+        reply = await self._reply(self.compress, inputs, is_sync)
+        return self._instruction_validator.validate_python(reply.shortened_instruction)
 
 
 class EditProposer(TextProposer):
@@ -195,19 +194,20 @@ class EditProposer(TextProposer):
         signature = signature.append("edits", dspy.OutputField(desc="The edits."), list[Edit])
         self.propose_edits = dspy.Predict(signature.with_instructions(f"{self.base_instructions or TASK}\n\n{FORM}"))
 
-    def _proposing(self, instruction: str, inputs: Mapping[str, Any]) -> Asking[str]:
+    async def _proposed(self, instruction: str, inputs: Mapping[str, Any], is_sync: bool) -> str:
         if self._unreadable < MOST_UNREADABLE and not is_json(instruction):
-            text = yield from self._improving(instruction, inputs)
+            text = await self._improved(instruction, inputs, is_sync)
             if text:
                 self._unreadable = 0
                 return text
             self._unreadable += 1
-        return (yield from super()._proposing(instruction, inputs))
+        return await super()._proposed(instruction, inputs, is_sync)
 
-    def _improving(self, instruction: str, inputs: Mapping[str, Any]) -> Asking[str]:
+    async def _improved(self, instruction: str, inputs: Mapping[str, Any], is_sync: bool) -> str:
         """The instruction with the edits of a reply, or the whole text that came in their place; empty for neither."""
+        inputs = {**inputs, "current_instruction": numbered(instruction)}
         try:
-            reply = yield self.propose_edits, {**inputs, "current_instruction": numbered(instruction)}
+            reply = await self._reply(self.propose_edits, inputs, is_sync)
         except (AdapterParseError, ValueError) as error:
             logger.info("A reflection's reply held no edits: %.200s", error)
             return unnumbered(text_in(getattr(error, "lm_response", ""), "new_instruction") or "", instruction)
@@ -218,36 +218,6 @@ class EditProposer(TextProposer):
     def is_edited(self, text: str) -> bool:
         """Whether a text was made here by edits, and not written as a whole."""
         return text.strip() in self._edited
-
-
-@dataclass
-class _Answer:
-    """What a request came to: a prediction, or the error that was raised."""
-
-    outcome: Any = None
-
-
-@contextmanager
-def _recorded() -> Generator[_Answer, None, None]:
-    """Record an error as the outcome, and so too that a reply was cut off, unless whole edits stand in it."""
-    answer = _Answer()
-    with recording_cut_off_replies() as cut_off:
-        try:
-            yield answer
-        except Exception as error:
-            answer.outcome = error
-    if cut_off and not isinstance(answer.outcome, LMError) and not getattr(answer.outcome, "edits", None):
-        answer.outcome = CutOffReplyError(cut_off[0])
-
-
-def _advanced(asking: Asking[T], outcome: Any = None) -> tuple[tuple[dspy.Predict, dict[str, Any]] | None, T | Any]:
-    """Send a reply, or the error in its place; the next request, or None and what is returned."""
-    try:
-        if isinstance(outcome, Exception):
-            return asking.throw(outcome), None
-        return asking.send(outcome), None
-    except StopIteration as end:
-        return None, end.value
 
 
 def numbered(instruction: str) -> str:
@@ -353,10 +323,3 @@ def _gap(above: str, text: str, after: str) -> str:
     if _ITEM.match(text) or "\n" in text:
         return "\n"
     return after or "\n"
-
-
-def render_skill(skill: Any) -> str:
-    """Reference material as dspy's own proposer shows it."""
-    from dspy.teleprompt.gepa.instruction_proposal import _render_skill  # pyright: ignore[reportPrivateUsage]
-
-    return _render_skill(skill)

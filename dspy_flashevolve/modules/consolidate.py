@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import dspy
 
-from dspy_flashevolve.modules.reading import closed_replies
+from dspy_flashevolve.modules.reading import asked, result_of
 
 ROOM = 2
 """A text that takes in what alternatives know may be so many times as long as the longest of them."""
@@ -68,21 +69,21 @@ class Consolidation(dspy.Module):
         Returns:
             ``texts``: component -> new text; without those whose reply was empty.
         """
-        with closed_replies():
-            return _prediction(
-                {name: self.consolidate(**inputs(text, effects.get(name, ()), alternatives.get(name, ())))
-                 for name, text in texts.items()}
-            )  # fmt: skip
+        return result_of(self._consolidated(texts, effects, alternatives, is_sync=True))
 
     async def aforward(
         self, texts: Mapping[str, str], effects: Mapping[str, Effects], alternatives: Mapping[str, Sequence[str]]
     ) -> dspy.Prediction:
         """As :meth:`forward`, awaitable."""
-        with closed_replies():
-            return _prediction(
-                {name: await self.consolidate.acall(**inputs(text, effects.get(name, ()), alternatives.get(name, ())))
-                 for name, text in texts.items()}
-            )  # fmt: skip
+        return await self._consolidated(texts, effects, alternatives, is_sync=False)
+
+    async def _consolidated(self, texts: Any, effects: Any, alternatives: Any, is_sync: bool) -> dspy.Prediction:
+        clean: dict[str, str] = {}
+        for name, text in texts.items():
+            shown = inputs(text, effects.get(name, ()), alternatives.get(name, ()))
+            if written := (await asked(self.consolidate, shown, is_sync)).consolidated:
+                clean[name] = written
+        return dspy.Prediction(texts=clean)
 
 
 def inputs(text: str, effects: Effects, alternatives: Sequence[str] = ()) -> dict[str, str]:
@@ -102,8 +103,3 @@ def inputs(text: str, effects: Effects, alternatives: Sequence[str] = ()) -> dic
         "alternatives": others or "None.",
         "limit": f"At most {characters} characters.",
     }
-
-
-def _prediction(replies: Mapping[str, dspy.Prediction]) -> dspy.Prediction:
-    texts = {name: str(reply.consolidated or "").strip() for name, reply in replies.items()}
-    return dspy.Prediction(texts={name: text for name, text in texts.items() if text})

@@ -18,7 +18,7 @@ import dspy
 from dspy.clients.errors import LMError
 from pydantic import BaseModel, Field
 
-from dspy_flashevolve.modules.reading import closed_replies
+from dspy_flashevolve.modules.reading import asked, result_of
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,8 @@ class StaleCandidateReflection(dspy.Module):
             child and component; ``failed``: component -> why no reply of two could be read. A reply without a text can
             be read where it says of no child that it is orthogonal.
         """
-        return _prediction_of([self._integrate(job) for job in self._jobs(head, children, commits, code_components)])
+        jobs = self._jobs(head, children, commits, code_components)
+        return _prediction_of([result_of(self._integrate(job, is_sync=True)) for job in jobs])
 
     async def aforward(
         self,
@@ -142,7 +143,7 @@ class StaleCandidateReflection(dspy.Module):
     ) -> dspy.Prediction:
         """As :meth:`forward`, awaitable; components are integrated side by side."""
         jobs = self._jobs(head, children, commits, code_components)
-        return _prediction_of(await asyncio.gather(*(self._aintegrate(job) for job in jobs)))
+        return _prediction_of(await asyncio.gather(*map(self._integrate, jobs)))
 
     def _jobs(
         self, head: dict[str, str], children: Sequence[Any], commits: Sequence[Any], code: Sequence[str]
@@ -184,26 +185,11 @@ class StaleCandidateReflection(dspy.Module):
         rest = len(text) - self.max_characters
         return text if rest <= 0 else f"{text[: self.max_characters]}\n({rest} more characters.)"
 
-    def _integrate(self, job: _Job) -> _Answer:
+    async def _integrate(self, job: _Job, is_sync: bool = False) -> _Answer:
         answer = _Answer(job.inputs["component"])
         for attempt in range(ATTEMPTS):
             try:
-                with closed_replies():
-                    reply: Any = self.integrate(**job.inputs, **past_cache(attempt))
-            except LMError:  # the provider's: the whole module is asked again by the run
-                raise
-            except Exception as error:
-                reply = error
-            if (answer := _read_answer(job, reply)).text is not None:
-                break
-        return answer
-
-    async def _aintegrate(self, job: _Job) -> _Answer:
-        answer = _Answer(job.inputs["component"])
-        for attempt in range(ATTEMPTS):
-            try:
-                with closed_replies():
-                    reply: Any = await self.integrate.acall(**job.inputs, **past_cache(attempt))
+                reply = await asked(self.integrate, job.inputs | past_cache(attempt), is_sync)
             except LMError:  # the provider's: the whole module is asked again by the run
                 raise
             except Exception as error:

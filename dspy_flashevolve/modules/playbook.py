@@ -12,7 +12,7 @@ import dspy
 from dspy.utils.exceptions import AdapterParseError
 
 from dspy_flashevolve.modules.integrate import ATTEMPTS, past_cache
-from dspy_flashevolve.modules.reading import closed_replies
+from dspy_flashevolve.modules.reading import asked, result_of
 
 
 class ReflectOnSample(dspy.Signature):
@@ -79,22 +79,17 @@ class _RetryingPredict(dspy.Module):
 
     def forward(self, **inputs: Any) -> dspy.Prediction:
         """Ask the predictor, twice where the first reply cannot be parsed, with the inputs of its signature."""
-        reply = dspy.Prediction()
-        for attempt in range(ATTEMPTS):
-            try:
-                with closed_replies():
-                    return self.ask(**inputs, **past_cache(attempt))
-            except AdapterParseError as error:
-                reply = self._as_main_field(error)
-        return reply
+        return result_of(self._asked(inputs, is_sync=True))
 
     async def aforward(self, **inputs: Any) -> dspy.Prediction:
         """Do what `forward` does on the event loop."""
+        return await self._asked(inputs, is_sync=False)
+
+    async def _asked(self, inputs: dict[str, Any], is_sync: bool) -> dspy.Prediction:
         reply = dspy.Prediction()
         for attempt in range(ATTEMPTS):
             try:
-                with closed_replies():
-                    return await self.ask.acall(**inputs, **past_cache(attempt))
+                return await asked(self.ask, inputs | past_cache(attempt), is_sync)
             except AdapterParseError as error:
                 reply = self._as_main_field(error)
         return reply

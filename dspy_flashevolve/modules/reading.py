@@ -11,10 +11,9 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator, Mapping
 from functools import cache
-from typing import Any, cast, get_args, get_origin
+from typing import Any, TypeVar, cast, get_args, get_origin
 from xml.sax.saxutils import unescape
 
 import dspy
@@ -24,6 +23,8 @@ from dspy.utils.exceptions import AdapterParseError
 from pydantic import BaseModel, ValidationError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MOST_CHARACTERS = 200_000
 """Characters of a reply, without its thoughts, that are read: some 50,000 tokens, more than LMs are asked for in one
@@ -35,15 +36,24 @@ DEEPEST = 4
 """Lists and objects inside each other in which items are looked for; ``{"edits": [{...}]}`` has three."""
 
 
-@contextmanager
-def closed_replies(adapter: Adapter | None = None) -> Generator[None, None, None]:
-    """Let predictors inside read texts and lists of models as :func:`text_in` and :func:`items_in` do.
+async def asked(predictor: Any, inputs: Mapping[str, Any], is_sync: bool, adapter: Adapter | None = None) -> Any:
+    """Ask a predictor, whose texts and lists of models are read by :func:`text_in` and :func:`items_in`.
 
     Args:
-        adapter: writes their prompts, and reads fields of other kinds. Default: the configured one.
+        is_sync: call it, and await nothing; see :func:`result_of`.
+        adapter: writes the prompt, and reads fields of other kinds. Default: the configured one.
     """
     with dspy.context(adapter=_reading(adapter or dspy.settings.adapter or dspy.ChatAdapter())):
-        yield
+        return predictor(**inputs) if is_sync else await predictor.acall(**inputs)
+
+
+def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that awaits nothing, in any thread, so that a module and its awaitable twin are one function."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError(f"{coroutine!r} waits for something.")
 
 
 def _reading(adapter: Adapter) -> Adapter:
@@ -61,13 +71,13 @@ def _reading_kind(kind: Any) -> type[Adapter]:
                 problem = f"The reply has {len(answer):,} characters, of which at most {MOST_CHARACTERS:,} are read."
                 logger.warning("%s It begins with %.100r", problem, answer)
             fields = {} if problem else _fields_in(answer, signature)
-            if fields is None:
-                return super().parse(signature, answer)
-            complete = apply_output_field_defaults(signature, fields) if fields else fields
-            if complete.keys() != signature.output_fields.keys():
-                response = answer[:MOST_CHARACTERS]
-                raise AdapterParseError(kind.__name__, signature, response, problem, cast("Any", fields))
-            return complete
+            complete = apply_output_field_defaults(signature, fields) if fields else {}
+            if complete.keys() == signature.output_fields.keys():
+                return complete
+            if fields is None or not (problem or kind.__module__.startswith("dspy.")):
+                return super().parse(signature, answer)  # other fields, or a form that only this adapter knows
+            response = answer[:MOST_CHARACTERS]
+            raise AdapterParseError(kind.__name__, signature, response, problem, cast("Any", fields))
 
         def _make_json_adapter_fallback(self) -> Adapter:
             return _reading(super()._make_json_adapter_fallback())
@@ -80,18 +90,17 @@ def _reading_kind(kind: Any) -> type[Adapter]:
 def _fields_in(answer: str, signature: Any) -> dict[str, Any] | None:
     """The output fields that are closed in an answer; None where one is neither a text nor a list of models."""
     kinds = {name: field.annotation for name, field in signature.output_fields.items()}
-    models = {name: get_args(kind)[0] for name, kind in kinds.items() if get_origin(kind) is list}
-    if not all(
-        kind is str or (name in models and hasattr(models[name], "model_fields")) for name, kind in kinds.items()
-    ):
-        return None
-    texts = {name: text_in(answer, name) for name in kinds.keys() - models.keys()}
-    fields: dict[str, Any] = {name: text for name, text in texts.items() if text is not None}
-    for name, model in models.items():
-        items = items_in(answer, model)
-        if items or _sections(answer).get(name, "").strip() == "[]" or any(o.get(name) == [] for o in _objects(answer)):
-            fields[name] = items
-    return fields
+    fields: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        model = get_args(kind)[0] if get_origin(kind) is list else None
+        if kind is str:
+            fields[name] = text_in(answer, name)
+        elif hasattr(model, "model_fields"):
+            is_empty = "[]" in _sections(answer).get(name, "") or any(one.get(name) == [] for one in _objects(answer))
+            fields[name] = items_in(answer, model) or ([] if is_empty else None)
+        else:
+            return None
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 _THOUGHTS = re.compile(r"(?:\s*<think>.*?</think>)+", re.DOTALL)

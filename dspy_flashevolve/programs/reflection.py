@@ -237,52 +237,48 @@ class ReflectionRunner:
         self._mistakes.raise_known()
         acall = self._awaitable_proposer(components)
 
-        async def ask(examples: ReflectiveDataset) -> dict[str, str]:
-            if acall is None:
-                propose: Any = self._adapter.propose_new_texts
-                texts = await self._threads.run(propose, candidate, dict(examples), components)
-            else:
-                with dspy.context(lm=self._adapter.reflection_lm or dspy.settings.lm):
-                    texts = await acall(
-                        candidate=candidate, reflective_dataset=dict(examples), components_to_update=components
-                    )
-            return checked_texts(texts or {})
+        async def call() -> dict[str, str]:
+            limit = ROOM * self._refused_characters
+            examples = {name: _shortest(rows, limit=limit) for name, rows in dataset.items()} if shrinks else dataset
+            while True:
+                try:
+                    if acall is None:
+                        propose: Any = self._adapter.propose_new_texts
+                        texts = await self._threads.run(propose, candidate, dict(examples), components)
+                    else:
+                        with dspy.context(lm=self._adapter.reflection_lm or dspy.settings.lm):
+                            texts = await acall(
+                                candidate=candidate, reflective_dataset=dict(examples), components_to_update=components
+                            )
+                    return checked_texts(texts or {})
+                except Exception as error:
+                    if not shrinks or not is_out_of_context(error):
+                        raise
+                    examples = self._half_of(examples, error)
 
         with counting_usage() as usage:
-            call = partial(self._ask_with_what_fits, ask, dataset) if shrinks else partial(ask, dataset)
             texts = await self._guarded(call, Kind.REFLECTIONS)
         self._mistakes.record_useful_reflection()
         return Reflection(texts, tokens_of(usage), cost_of(usage))
 
-    async def _ask_with_what_fits(
-        self, ask: Callable[[ReflectiveDataset], Awaitable[T]], examples: ReflectiveDataset
-    ) -> T:
-        """Ask with as many examples as fit the reflection LM's context.
+    def _half_of(self, examples: ReflectiveDataset, error: Exception) -> ReflectiveDataset:
+        """Return half of the examples, which did not fit the reflection LM's context.
 
         Raises:
-            OversizedReflectionError: one example does not fit.
+            OversizedReflectionError: there is but one.
         """
-        examples = {name: _shortest(rows, limit=ROOM * self._refused_characters) for name, rows in examples.items()}
-        while True:
-            try:
-                return await ask(examples)
-            except Exception as error:
-                if not is_out_of_context(error):
-                    raise
-                count = max(map(len, examples.values()), default=0)
-                is_first = self._refused_characters == math.inf
-                characters = max(sum(map(_characters_of, rows)) for rows in examples.values())
-                self._refused_characters = min(self._refused_characters, characters)
-                if count < 2:
-                    raise OversizedReflectionError from error
-                if is_first:
-                    logger.warning(
-                        "A reflection on %d examples does not fit the context window of the reflection LM: it is asked "
-                        "for again with half of them, and later ones begin with fewer characters. Set "
-                        "reflection_minibatch_size below %d, or give reflection_lm a larger context. It said: %.300s",
-                        count, count, error,
-                    )  # fmt: skip
-                examples = {name: _shortest(rows, len(rows) // 2) for name, rows in examples.items()}
+        count, is_first = max(map(len, examples.values()), default=0), self._refused_characters == math.inf
+        characters = max((sum(map(_characters_of, rows)) for rows in examples.values()), default=0)
+        self._refused_characters = min(self._refused_characters, characters)
+        if count < 2:
+            raise OversizedReflectionError from error
+        if is_first:
+            logger.warning(
+                "A reflection on %d examples does not fit the context window of the reflection LM: it is asked for "
+                "again with half of them, and later ones begin with fewer characters. Set reflection_minibatch_size "
+                "below %d, or give reflection_lm a larger context. It said: %.300s", count, count, error,
+            )  # fmt: skip
+        return {name: _shortest(rows, len(rows) // 2) for name, rows in examples.items()}
 
     def _awaitable_proposer(self, components: list[str]) -> Callable[..., Awaitable[Any]] | None:
         proposer = self._adapter.custom_instruction_proposer
