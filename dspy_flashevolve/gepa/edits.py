@@ -134,9 +134,9 @@ class TextProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         with recording_cut_off_replies() as cut_off:
             try:
                 reply = await asked(predictor, inputs, is_sync, self.adapter)
-            except AdapterParseError as error:
-                if cut_off:
-                    raise CutOffReplyError(cut_off[0]) from error
+            except AdapterParseError:
+                if cut_off:  # which is what to tell, and a matter of the LM's settings
+                    raise CutOffReplyError(cut_off[0]) from None
                 raise
         if cut_off and not getattr(reply, "edits", None):
             raise CutOffReplyError(cut_off[0])

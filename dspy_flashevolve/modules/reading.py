@@ -126,7 +126,7 @@ def without_thoughts(reply: str) -> str:
 
 _HEADER = re.compile(r"^[ \t]*\[\[\s*##\s*(\w+)\s*##\s*\]\]", re.MULTILINE)
 _FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
-_FENCED = re.compile(r"\A\s*```[\w-]*\n(.*?)\n?```\s*\Z", re.DOTALL)
+_FENCED = re.compile(r"\A```([\w-]*)\n(.*?)\n?```\Z", re.DOTALL)
 
 
 def text_in(answer: str, name: str) -> str | None:
@@ -144,7 +144,10 @@ def text_in(answer: str, name: str) -> str | None:
         return None
     for read in (_json_text, _tagged):
         text = read(answer, name) if text is None else text
-    return None if text is None else _FENCED.sub(lambda match: match[1], text.strip())
+    fenced = None if text is None else _FENCED.match(text.strip())
+    if fenced is None or (_FENCE.search(fenced[2]) and fenced[1] not in ("markdown", "md", "text")):
+        return None if text is None else text.strip()  # it begins with one block of code, and ends with another
+    return fenced[2].strip()
 
 
 def _sections(answer: str) -> dict[str, str]:

@@ -238,8 +238,9 @@ class ReflectionRunner:
         acall = self._awaitable_proposer(components)
 
         async def call() -> dict[str, str]:
-            limit = ROOM * self._refused_characters
-            examples = {name: _shortest(rows, limit=limit) for name, rows in dataset.items()} if shrinks else dataset
+            examples, limit = dataset, ROOM * self._refused_characters
+            if limit < math.inf:
+                examples = {name: _shortest(rows, limit=limit) for name, rows in dataset.items()}
             while True:
                 try:
                     if acall is None:

@@ -90,9 +90,7 @@ def whole(prompt: str, number: int) -> str:
 
 CUT: dict[str, Raw] = {
     "in JSON": lambda prompt, number: edits(number)[:-2] + f', {{"action": "add", "part": 1, "text": "{HALF}',
-    "in a fence": lambda prompt, number: (
-        f"```json\n{edits(number)[:-2]}, " + f'{{"text": "{HALF}", "action": "add"'.replace('", "action', "")
-    ),
+    "in a fence": lambda prompt, number: f'```json\n{edits(number)[:-2]}, {{"part": 1, "text": "{HALF}',
     "in tags": lambda prompt, number: f'<add part="1">- rule {number}</add>\n<add part="1">{HALF}',
     "at the longest length": lambda prompt, number: edits(number)[:-2] + f', {{"text": "{HALF}{CUT_OFF}',
 }
@@ -112,6 +110,12 @@ def test_a_whole_text_that_the_reply_does_not_close_is_none(search: Any, end: st
     made = Run(lambda prompt, number: '{"new_instruction": "- rule 1. ' + HALF + end, search=search)
     assert set(made.texts) == set(made.validated[:1]), "nothing but the seed"
     assert any("reflection failed" in reason for reason in made.stats.end_reasons)
+
+
+@pytest.mark.parametrize("search", ["edits", "pareto"])
+def test_where_every_reply_is_cut_in_its_first_text_the_run_ends_and_the_error_says_what_to_do(search: Any) -> None:
+    with pytest.raises(ValueError, match=r"was cut off at its longest length\. Give that LM more max_tokens"):
+        Run(lambda prompt, number: f'{{"new_instruction": "{HALF}{CUT_OFF}', search=search, calls=300)
 
 
 @pytest.mark.parametrize("form", ["{}", "[[ ## consolidated ## ]]\n{}", "<consolidated>\n{}"])

@@ -106,6 +106,9 @@ def test_a_cut_text_is_the_whole_one_or_none(text: str, cut: int) -> None:
         ('{"body": "First."} No: {"body": "Last."}', "Last."),
         ("[[ ## body ## ]]\nFor example:\n```\n1\n```\nSo.", "For example:\n```\n1\n```\nSo."),
         ("[[ ## body ## ]]\nFor example:\n```\n1", None),
+        ("<body>```python\nx\n```</body>", "x"),
+        ("<body>```markdown\nSo:\n```\n1\n```\n```</body>", "So:\n```\n1\n```"),
+        ("<body>```\n1\n```\nor\n```\n2\n```</body>", "```\n1\n```\nor\n```\n2\n```"),
     ],
 )
 def test_a_text_is_read_as_models_write_it(reply: str, text: str | None) -> None:
