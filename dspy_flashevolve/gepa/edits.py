@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import dspy
@@ -65,19 +64,17 @@ class Edit(BaseModel):
         >>> Edit.in_text('Here you are: <replace part="2">- Be brief.</replace>')
         [Edit(action='replace', part=2, text='- Be brief.', reason='')]
         """
+        # A tag ends before the next one opens: looked for further, each end would be looked for in all of the rest.
+        pieces: Iterator[Any] = iter(_TAG.split(answer)[1:])
         edits: list[Edit] = []
-        tags = [*_TAG.finditer(answer)]
-        for tag, following in zip_longest(tags, tags[1:]):
-            assert tag is not None
-            # A tag is closed before the next one opens: looked for further, each would be looked for to the end.
-            inner = answer[tag.end() : following.start() if following is not None else None]
-            text, closed, _ = inner.partition(f"</{tag['action']}>")
-            if closed or tag["empty"]:
-                edits.append(cls(action=tag["action"], part=int(tag["part"]), text="" if tag["empty"] else text))  # pyright: ignore[reportArgumentType]
+        for action, part, is_empty, inner in zip(pieces, pieces, pieces, pieces, strict=True):
+            text, closed, _ = inner.partition(f"</{action}>")
+            if closed or is_empty:
+                edits.append(cls(action=action, part=int(part), text="" if is_empty else text))
         return edits
 
 
-_TAG = re.compile(r'<(?P<action>add|replace|remove)\s+(?:after|part)="?(?P<part>\d{1,4})"?\s*(?P<empty>/)?>')
+_TAG = re.compile(r'<(add|replace|remove)\s+(?:after|part)="?(\d{1,4})"?\s*(/)?>')
 
 
 class TextProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]

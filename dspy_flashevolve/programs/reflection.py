@@ -86,9 +86,8 @@ class OversizedReflectionError(ValueError):
 
     def __init__(self) -> None:
         super().__init__(
-            "a single example, with the program's outputs and the feedback on it, does not fit the context window of "
-            "the reflection LM. Give reflection_lm a larger context (and no more max_tokens than that leaves room "
-            "for), or let the metric's feedback, or what the program puts out, be shorter."
+            "a single example, with outputs and feedback, does not fit the context window of the reflection LM. Give "
+            "reflection_lm a larger context, or less max_tokens, or let outputs and feedback be shorter."
         )
 
 
