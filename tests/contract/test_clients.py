@@ -1,0 +1,138 @@
+"""What users put around dspy's LMs goes on working: experiment trackers, instrumentation, servers that fail inside of a
+200, and dspy's cache."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import dspy
+import pytest
+from dspy.teleprompt.teleprompt import Teleprompter
+from dspy.utils.callback import BaseCallback
+
+from dspy_flashevolve import AsyncACE, AsyncGEPA, AsyncMetaHarness
+from tests.contract.surface import TRAIN, VAL, compiled
+from tests.fakes import Chain, digits, fake_lm, hashed, reflection_lm, reply_for, task_lm
+
+# Experiment trackers
+
+
+@pytest.mark.parametrize("kind", [AsyncGEPA, AsyncACE, AsyncMetaHarness])
+def test_every_optimizer_is_a_direct_subclass_of_teleprompter_which_is_where_mlflow_patches_compile(kind: type) -> None:
+    assert kind in Teleprompter.__subclasses__()
+    assert "compile" in vars(kind)
+
+
+def test_with_mlflow_autologging_a_compile_leaves_a_run_and_no_traces_as_one_of_dspy_gepa(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its database needs more packages
+    tracking_uri, usage = mlflow.get_tracking_uri(), dspy.settings.track_usage
+    mlflow.set_tracking_uri(f"file:{tmp_path}")
+    experiment = mlflow.set_experiment("compile").experiment_id
+
+    def traces() -> int:
+        mlflow.flush_trace_async_logging()
+        return len(mlflow.search_traces(return_type="list"))
+
+    def compile_with_both() -> None:
+        mlflow.dspy.autolog(log_compiles=True)
+        counts: list[tuple[int, int]] = []
+        for kind in (dspy.GEPA, AsyncGEPA):
+            one = kind(digits, max_metric_calls=60, num_threads=4, reflection_lm=reflection_lm())
+            with dspy.context(lm=task_lm()):
+                best = one.compile(Chain(), trainset=TRAIN, valset=VAL)
+            counts.append((len(mlflow.MlflowClient().search_runs([experiment])), traces()))
+        assert counts == [(1, 0), (2, 0)]
+        with dspy.context(lm=task_lm()):
+            best(question="after the compile")
+        assert traces() == 1
+
+    try:
+        contextvars.Context().run(compile_with_both)  # dspy's settings as a script has them, in no dspy.context
+    finally:
+        contextvars.Context().run(mlflow.dspy.autolog, disable=True)
+        mlflow.set_tracking_uri(tracking_uri)
+        dspy.configure(track_usage=usage)
+
+
+# Instrumentation: what OpenInference, MLflow and Langfuse do to the calls of dspy's classes
+
+
+class SyncChain(dspy.Module):
+    """Without an ``aforward``: it runs in threads, and calls its LM synchronously."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [dspy.Predict("question -> answer")]
+
+    def forward(self, question: str) -> dspy.Prediction:
+        return self.steps[0](question=question)
+
+
+@contextmanager
+def instrumented(kind: type, calls: list[str]) -> Generator[None, None, None]:
+    """Wrap an LM class's calls, which note the model that is called."""
+    originals = {name: vars(kind).get(name) for name in ("__call__", "acall")}
+    call, acall = kind.__call__, kind.acall
+
+    @functools.wraps(call)
+    def noted_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append("sync")
+        return call(self, *args, **kwargs)
+
+    @functools.wraps(acall)
+    async def noted_acall(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append("async")
+        return await acall(self, *args, **kwargs)
+
+    kind.__call__, kind.acall = noted_call, noted_acall
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            if original is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, original)
+
+
+class CallsHeard(BaseCallback):
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_lm_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize("kind", [dspy.LM, dspy.BaseLM])
+@pytest.mark.parametrize("program", [Chain, SyncChain])
+def test_what_wraps_the_calls_of_lms_between_two_runs_sees_those_of_the_second_and_none_of_the_third(
+    kind: type, program: Callable[[], dspy.Module]
+) -> None:
+    prompts, calls, heard = list[str](), list[str](), CallsHeard()
+
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        number = hashed(prompt)
+        return reply_for(prompt, answer=str(number % 7), new_instruction=f"Instruction {number}")
+
+    def requests_of_a_run() -> int:
+        before = len(prompts)
+        compiled(60, program(), reflection_lm=fake_lm(answer))
+        return len(prompts) - before
+
+    with dspy.context(lm=fake_lm(answer), callbacks=[heard]):
+        assert requests_of_a_run() == heard.count
+        with instrumented(kind, calls):
+            requests = requests_of_a_run()
+        assert len(calls) == requests
+        requests_of_a_run()
+    assert len(calls) == requests
+    assert heard.count == len(prompts), "dspy's callbacks hear of each call once"
+    assert ("sync" if program is SyncChain else "async") in calls
