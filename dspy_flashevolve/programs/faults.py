@@ -122,7 +122,7 @@ class NoTextError(TypeError):
 
 
 class HollowReplyError(LMServerError):
-    """A reply held no message."""
+    """A reply with status 200 was a failure of its server: it held no message, or an error."""
 
 
 def is_paced(lm: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from dspy.teleprompt.teleprompt import Teleprompter
 from dspy.utils.callback import BaseCallback
 
 from dspy_flashevolve import AsyncACE, AsyncGEPA, AsyncMetaHarness
+from tests.broken_server import BrokenServer
 from tests.contract.surface import TRAIN, VAL, compiled
 from tests.fakes import Chain, digits, fake_lm, hashed, reflection_lm, reply_for, task_lm
 
@@ -136,3 +138,46 @@ def test_what_wraps_the_calls_of_lms_between_two_runs_sees_those_of_the_second_a
     assert len(calls) == requests
     assert heard.count == len(prompts), "dspy's callbacks hear of each call once"
     assert ("sync" if program is SyncChain else "async") in calls
+
+
+# A server's failure inside of a 200
+
+
+FAILURES_WITH_STATUS_200 = (
+    *("choice_error", "choice_error_beside_a_text", "finish_reason_error", "finish_reason_abort"),
+    "no_completion_token",
+)
+
+
+def test_a_failure_inside_of_a_200_is_asked_again_of_task_and_reflection_lm_and_never_scored() -> None:
+    failures = {"task": list(FAILURES_WITH_STATUS_200), "reflection": list(FAILURES_WITH_STATUS_200[:2])}
+
+    def choose(asker: str, request: str) -> str:
+        if failures[asker]:
+            return failures[asker].pop()
+        number = hashed(request)
+        return reply_for("", answer=str(1 + number % 6), new_instruction=f"Instruction {number}")
+
+    task, reflection = (BrokenServer(functools.partial(choose, asker)) for asker in failures)
+    with task, reflection, dspy.context(lm=task.lm("chosen")):
+        details = compiled(40, reflection_lm=reflection.lm("chosen")).detailed_results
+    assert not any(failures.values())
+    assert min(score for scores in details.val_subscores for score in scores.values()) > 0
+    assert details.async_stats.retried_requests == len(FAILURES_WITH_STATUS_200) + 2
+    assert details.async_stats.ended.get("failed", 0) == 0
+
+
+def test_what_a_model_is_to_blame_for_is_scored_and_not_asked_again() -> None:
+    names = ("filtered", "filtered_without_a_token", "cut_off", "cut_off_without_a_token", "refused", "empty_text")
+    asked = Counter[str]()
+
+    def choose(request: str) -> str:
+        name = next((name for number, name in enumerate(names) if f"\\nv {number}\\n" in request), "good")
+        asked[name] += 1
+        return name
+
+    with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen")):
+        details = compiled(len(VAL)).detailed_results
+    assert [details.val_subscores[0][number] == 0.0 for number in range(len(VAL))] == [True] * 6 + [False] * 3
+    assert details.async_stats.retried_requests == 0
+    assert all(asked[name] <= 2 for name in names), "the adapter of dspy asks a second time in another format"
