@@ -182,7 +182,7 @@ class Compilation:
         data = self._seed, self._trainset, self._valset
         self._pool = Pool(run, settings, self._parts, adapter, *data, log, self.best)
         elsewhere = None if run.actors is None else run.actors.rollout_maker(adapter, settings.metric_lock)
-        program = ProgramRunner(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
+        program = self._program = ProgramRunner(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
         policy = Full() if lockstep else self._usable_policy()
         self._loop = GepaLoop(run, self._pool, program, settings, policy, self._repairing, self._initial)
 
@@ -295,6 +295,7 @@ class Compilation:
             proposals=self._loop.proposals,
             reflection_calls=self._loop.reflection_calls,
             integration_calls=self._loop.integration_calls,
+            unreadable_replies=self._program.unreadable,
             changes=self._loop.changes(),
             seed_score=None if result is None else result.val_aggregate_scores[0],
             best_score=self.best.score,

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -181,3 +183,48 @@ def test_what_a_model_is_to_blame_for_is_scored_and_not_asked_again() -> None:
     assert [details.val_subscores[0][number] == 0.0 for number in range(len(VAL))] == [True] * 6 + [False] * 3
     assert details.async_stats.retried_requests == 0
     assert all(asked[name] <= 2 for name in names), "the adapter of dspy asks a second time in another format"
+
+
+# Replies that do not fit their format
+
+
+class Explained(Chain):
+    """Its replies have two fields, of which some lack one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [dspy.Predict("question -> reasoning, answer")]
+
+
+@pytest.mark.parametrize("program", [Chain, Explained])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_of_replies_that_do_not_fit_their_format_the_first_is_shown_and_the_others_are_counted(
+    caplog: pytest.LogCaptureFixture, program: Callable[[], dspy.Module], feedback: bool
+) -> None:
+    unreadable = "\x1b[2J[[ ## reasoning ## ]]\nbecause" + "!" * 1000
+
+    def answer(prompt: str) -> str:
+        number = hashed(prompt)
+        is_readable = "\nv 3\n" not in prompt and "\nt 4\n" not in prompt
+        return reply_for(prompt, reasoning="so", answer=str(number % 7)) if is_readable else unreadable
+
+    with dspy.context(lm=fake_lm(answer)), caplog.at_level(logging.INFO, "dspy"):
+        caplog.set_level(logging.INFO, "dspy_flashevolve")
+        stats = compiled(60, program(), add_format_failure_as_feedback=feedback).async_stats
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    [shown] = [line for line in warnings if "format of" in line]
+    assert "because!!!" in shown
+    assert "!" * 500 not in shown
+    assert "\x1b" not in shown
+    assert not any("AdapterParseError" in line for line in warnings)
+    assert stats.unreadable_replies > 3
+    [end] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("AsyncGEPA finished")]
+    [line] = [line for line in end.splitlines() if "format" in line]
+    count, rollouts, share = map(int, re.findall(r"\d+", line))
+    assert (count, share) == (stats.unreadable_replies, round(100 * count / rollouts))
+    assert stats.metric_calls <= rollouts <= 60, "some were given up half-way"
+    assert "add_format_failure_as_feedback" in line
+
+
+def test_a_run_whose_replies_all_fit_their_format_says_nothing_of_it() -> None:
+    assert "format" not in repr(compiled(60).async_stats)
