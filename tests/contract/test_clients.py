@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import functools
 import logging
@@ -14,13 +15,27 @@ from typing import Any
 
 import dspy
 import pytest
+from dspy.clients.cache import Cache
 from dspy.teleprompt.teleprompt import Teleprompter
 from dspy.utils.callback import BaseCallback
 
 from dspy_flashevolve import AsyncACE, AsyncGEPA, AsyncMetaHarness
+from dspy_flashevolve.sim.virtual import run
 from tests.broken_server import BrokenServer
-from tests.contract.surface import TRAIN, VAL, compiled
-from tests.fakes import Chain, digits, fake_lm, hashed, reflection_lm, reply_for, task_lm
+from tests.contract.surface import TRAIN, VAL, compiled, optimizer
+from tests.fakes import (
+    AsyncFakeEngine,
+    Chain,
+    FakeEngine,
+    digits,
+    examples,
+    fake_lm,
+    hashed,
+    prompt_of,
+    reflection_lm,
+    reply_for,
+    task_lm,
+)
 
 # Experiment trackers
 
@@ -228,3 +243,44 @@ def test_of_replies_that_do_not_fit_their_format_the_first_is_shown_and_the_othe
 
 def test_a_run_whose_replies_all_fit_their_format_says_nothing_of_it() -> None:
     assert "format" not in repr(compiled(60).async_stats)
+
+
+# dspy's cache
+
+DATA = examples("t", 12)
+
+
+@pytest.mark.parametrize("search", ["edits", "pareto"])
+@pytest.mark.parametrize("valset", ["left out", "the same examples", "others"])
+def test_with_dspys_cache_no_request_is_paid_twice_whoever_runs_a_text_on_an_example(
+    search: Any, valset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seed's validation, the first minibatches and the screens ask the same at the same time, before any reply can
+    be in the cache."""
+    monkeypatch.setattr(dspy, "cache", Cache(False, True, None))
+    requests = Counter[str]()
+
+    def answer(prompt: str) -> str:
+        requests[prompt] += 1
+        number = hashed(prompt)
+        return reply_for(prompt, answer=str(number % 7), new_instruction=f"Instruction {number}")
+
+    class Slow(AsyncFakeEngine):
+        async def complete(self, request: Any) -> Any:
+            response = await super().complete(request)
+            await asyncio.sleep(1 + hashed(prompt_of(request)) % 7)
+            return response
+
+    engine = FakeEngine(answer)
+    lm = dspy.LM("fake/slow", engine=engine, async_engine=Slow(engine), temperature=0.0, num_retries=0)
+    data: Any = {"left out": {}, "the same examples": {"valset": list(DATA)}, "others": {"valset": examples("v", 12)}}
+    one = optimizer(150, reflection_lm=lm, search=search, num_threads=16)
+
+    async def compile_it() -> Any:
+        with dspy.context(lm=lm):
+            return await one.acompile(Chain(), trainset=DATA, **data[valset])
+
+    stats = run(compile_it).async_stats
+    assert stats.metric_calls <= 150
+    assert stats.proposals > 3
+    assert set(requests.values()) == {1}
