@@ -54,13 +54,19 @@ does not pace. Recording takes a tenth of a millisecond for each call of a modul
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a program came to: the prediction and its trace, or the error that ended it; and the reply, adapter first,
-    that its adapter could not read."""
+    """What a program came to: the prediction and its trace, or the error that ended it. A reply that could not be read
+    may be both."""
 
     prediction: Any
     trace: list[Any]
     error: Exception | None = None
-    unreadable: str = ""
+
+    @property
+    def unreadable(self) -> str:
+        """The adapter that could not read a reply, and the beginning of that; empty where that was not the error."""
+        if not isinstance(self.error, AdapterParseError):
+            return ""
+        return f"{self.error.adapter_name}: {(self.error.lm_response or '')!r:.{SHOWN_CHARACTERS}}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +226,7 @@ class ProgramRunner:
                     raise  # the run is being cancelled, not the program by itself
                 return self._crash(trace, RuntimeError(f"the program was cancelled: {error}"), calls)
             except AdapterParseError as error:
-                shown = f"{error.adapter_name}: {(error.lm_response or '')!r:.{SHOWN_CHARACTERS}}"
-                return replace(self._parse_failure(program, inputs, trace, error), unreadable=shown)
+                return self._parse_failure(program, inputs, trace, error)
             except Exception as error:
                 return self._crash(trace, error, calls)
         return _Outcome(prediction, list(trace))
@@ -240,7 +245,7 @@ class ProgramRunner:
             return _Outcome(None, [], error)
         text, score = error.lm_response or "", self.adapter.failure_score
         shown = FaultyReply(text, score, fault_in(error)) if error.parsed_result else FailedPrediction(text, score)
-        return _Outcome(FailedPrediction(text, format_reward=score), [*trace, (predictor, inputs, shown)])
+        return _Outcome(FailedPrediction(text, format_reward=score), [*trace, (predictor, inputs, shown)], error)
 
     def _crash(self, trace: list[Any], error: Exception, calls: LmCalls) -> _Outcome:
         raise_provider_fault(error, calls.errors)
@@ -252,17 +257,16 @@ class ProgramRunner:
 
     async def _score(self, example: Any, outcome: _Outcome, capture_traces: bool, calls: LmCalls) -> Attempt:
         failure_score = self.adapter.failure_score
-        if outcome.error is not None:
-            if not outcome.unreadable:
-                logger.warning(
-                    "Example scored as a failure: %s%s", error_text(outcome.error), _on(example, failure_score)
-                )
-            failed = self.failed_rollout(f"The program failed: {error_text(outcome.error)}", capture_traces)
-            return Attempt(failed, self.mistakes.failure(outcome.error, calls.errors))
         if isinstance(outcome.prediction, FailedPrediction):
             if not (capture_traces or self._flex):
                 return Attempt(self.failed_rollout("The program's reply could not be read.", capture_traces))
             return Attempt(self._scored_rollout(example, outcome, failure_score))
+        if outcome.error is not None:
+            reason = error_text(outcome.error)
+            if not outcome.unreadable:
+                logger.warning("Example scored as a failure: %s%s", reason, _on(example, failure_score))
+            failed = self.failed_rollout(f"The program failed: {reason}", capture_traces)
+            return Attempt(failed, self.mistakes.failure(outcome.error, calls.errors))
         try:
             returned = await self._metric.score(
                 example, outcome.prediction, scoring_trace=outcome.trace, flex=self._flex
