@@ -13,6 +13,7 @@ from dspy.clients.lm import LM
 from dspy.primitives import Example, Module
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS, GEPA
 from dspy.teleprompt.gepa.gepa_utils import CodeProposalFn
+from dspy.teleprompt.teleprompt import Teleprompter
 from gepa.core.adapter import ProposalFn
 from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
@@ -34,7 +35,8 @@ from dspy_flashevolve.programs.settings import Schedule, check_counts, check_dat
 logger = logging.getLogger(__name__)
 
 
-class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]  # dspy's @experimental hides the type
+# Teleprompter is named although GEPA is one: MLflow's autologging patches `compile` of Teleprompter.__subclasses__().
+class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]  # dspy's @experimental hides the type
     """A drop-in replacement for ``dspy.GEPA`` whose stages overlap.
 
     It takes every argument of ``dspy.GEPA``, with the same default but for ``reflection_minibatch_size``. Four of them
@@ -200,7 +202,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         check_options(self._settings())
         self._check_callbacks()
 
-    def compile(
+    def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  # as dspy.GEPA, which takes no more either
         self,
         student: Module,
         *,

@@ -145,7 +145,7 @@ class Compilation:
     ) -> None:
         self._student = student
         self._trainset: Any = ensure_loader(trainset)
-        same_data = valset is None or valset is trainset
+        same_data = valset is None or _are_same(trainset, valset)
         self._valset: Any = self._trainset if same_data else ensure_loader(cast(Any, valset))
         settings = self._settings = settings.sized_for(len(self._trainset), len(self._valset))
         self._repairing: Module = settings.stale_candidate_reflection or StaleCandidateReflection()
@@ -183,7 +183,7 @@ class Compilation:
         data = self._seed, self._trainset, self._valset
         self._pool = Pool(run, settings, self._parts, adapter, *data, log, self.best)
         elsewhere = None if run.actors is None else run.actors.rollout_maker(adapter, settings.metric_lock)
-        program = ProgramRunner(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
+        program = self._program = ProgramRunner(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
         policy = Full() if lockstep else self._usable_policy()
         self._loop = GepaLoop(run, self._pool, program, settings, policy, self._repairing, self._initial)
 
@@ -296,6 +296,7 @@ class Compilation:
             proposals=self._loop.proposals,
             reflection_calls=self._loop.reflection_calls,
             integration_calls=self._loop.integration_calls,
+            unreadable_replies=self._program.unreadable,
             changes=self._loop.changes(),
             seed_score=None if result is None else result.val_aggregate_scores[0],
             best_score=self.best.score,
@@ -318,3 +319,9 @@ def texts_of(program: Module) -> dict[str, str]:
     predictors: list[tuple[str, Any]] = program.named_predictors()
     sources: dict[str, str] = {path: flex.module_src for path, flex in enumerate_flex_submodules(program).items()}
     return {name: predictor.signature.instructions for name, predictor in predictors} | sources
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether two data sets are one: the same object, or lists of the same examples."""
+    both_lists = isinstance(one, list) and isinstance(other, list)
+    return one is other or (both_lists and list(map(id, one)) == list(map(id, other)))  # pyright: ignore[reportUnknownArgumentType]

@@ -137,6 +137,7 @@ class AsyncStats(RunStats):
         reflection_tokens: prompt and completion tokens of reflections and repairs.
         reflection_calls: reflections and repairs asked for.
         integration_calls: LM calls of repairs of stale children.
+        unreadable_replies: rollouts that scored ``failure_score`` since a reply did not fit its format.
         verdicts: orthogonal, subsumed or conflicting -> children judged so.
         integrations: every repair, in order, with the verdicts and their reasons, and why a reply could not be used.
         changes: what reflections changed, in order, with the estimated effect of each; of the newest base.
@@ -155,6 +156,7 @@ class AsyncStats(RunStats):
     reflection_tokens: int
     reflection_calls: int
     integration_calls: int
+    unreadable_replies: int = 0
     verdicts: dict[str, int] = field(default_factory=dict[str, int])
     integrations: list[Integrated] = field(default_factory=list[Integrated])
     changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
@@ -291,6 +293,7 @@ def summary_of(stats: RunStats) -> str:
         *(_score_lines(stats) if of_gepa else []),
         f"steps: {stats.steps} ({steps}){_proposals(stats) if of_gepa else ''}",
         f"metric calls: {stats.metric_calls}{calls}",
+        *(_unreadable_lines(stats) if of_gepa else []),
         f"tokens: {_parts(stats.tokens_by_stage, lambda count: f'{count:,}')}",
         f"dollars: {_dollars_line(stats.dollars_by_stage)}",
         f"slots: {_slots(stats)}; {limited_by(stats)}",
@@ -314,6 +317,13 @@ def _proposals(stats: AsyncStats) -> str:
         return counted
     reason, steps = Counter(stats.end_reasons).most_common(1)[0]
     return f"{counted}; {steps} ended since: {shorten(reason, 120, placeholder=' ...')}"
+
+
+def _unreadable_lines(stats: AsyncStats) -> list[str]:
+    count = stats.unreadable_replies
+    rollouts = sum(number for stage, number in stats.requests_by_stage.items() if stage not in REFLECTION_STAGES)
+    shown = f"{count} of {rollouts} rollouts ({count / max(rollouts, 1):.0%})"
+    return [f"replies that do not fit their format: {shown}; see add_format_failure_as_feedback"] if count else []
 
 
 def _change_lines(stats: AsyncStats) -> list[str]:

@@ -129,7 +129,7 @@ class NoTextError(TypeError):
 
 
 class HollowReplyError(LMServerError):
-    """A reply held no message."""
+    """A reply with status 200 was a failure of its server: it held no message, or an error."""
 
 
 def is_paced(lm: Any) -> bool:
@@ -226,7 +226,10 @@ def fault_of(error: BaseException, lm_errors: Sequence[BaseException] = ()) -> t
     return None
 
 
-_CALLS = {inspect.unwrap(call).__code__ for call in (BaseLM.__call__, BaseLM.acall)}
+DSPYS_CALL: Any = inspect.unwrap(BaseLM.__call__)
+DSPYS_ACALL: Any = inspect.unwrap(BaseLM.acall)
+"""dspy's own LM calls, without dspy's callbacks and whatever else may be wrapped around them."""
+_CALLS = {DSPYS_CALL.__code__, DSPYS_ACALL.__code__}
 
 
 def _passed_through_a_call(error: BaseException) -> bool:

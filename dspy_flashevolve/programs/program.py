@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 PROTOTYPES = 64
 """Programs that are kept ready; older ones are built again when they are needed. A round number, above the 48 steps
 that are live at 64 slots: with half, programs of one generation push each other out; a program is a few kB."""
+SHOWN_CHARACTERS = 300
+"""Of a reply that could not be read, in the log: a few lines."""
 RECORDED = 8
 """First rollouts in which all LM calls are recorded, to tell whether the program, or its metric, calls LMs that the run
 does not pace. Recording takes a tenth of a millisecond for each call of a module, so it ends where none is found."""
@@ -52,19 +54,29 @@ does not pace. Recording takes a tenth of a millisecond for each call of a modul
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a program came to: the prediction and its trace, or the error that ended it."""
+    """What a program came to: the prediction and its trace, or the error that ended it. A reply that could not be read
+    may be both."""
 
     prediction: Any
     trace: list[Any]
     error: Exception | None = None
 
+    @property
+    def unreadable(self) -> str:
+        """The adapter that could not read a reply, and the beginning of that; empty where that was not the error."""
+        if not isinstance(self.error, AdapterParseError):
+            return ""
+        return f"{self.error.adapter_name}: {(self.error.lm_response or '')!r:.{SHOWN_CHARACTERS}}"
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A rollout, and what it failed with, where that may be a mistake in the code."""
+    """A rollout; what it failed with, where that may be a mistake in the code; and the reply, adapter first, that its
+    adapter could not read."""
 
     rollout: Rollout
     failure: Failure | None = None
+    unreadable: str = ""
 
 
 MakeRollout = Callable[[dict[str, str], dspy.Example, bool, UsageTracker], Awaitable[Attempt]]
@@ -113,6 +125,8 @@ class ProgramRunner:
         self._left_to_record: float = RECORDED
         """Rollouts in which all LM calls are to be recorded; infinite once an LM was called that the run does not
         pace."""
+        self.unreadable = 0
+        """Rollouts in which a reply did not fit the format of its adapter."""
         self.mistakes = Mistakes(of_code=self._flex)
         self.reflection = ReflectionRunner(adapter, metric, threads, self.mistakes)
 
@@ -140,6 +154,13 @@ class ProgramRunner:
                 usage.close()
                 record_wasted_cost(tokens_of(usage), cost_of(usage))
                 raise
+        if attempt.unreadable:
+            if not self.unreadable:
+                logger.warning(
+                    "A reply does not fit the format of %s: a failure, as all that follow, which are not shown%s",
+                    attempt.unreadable, _on(example, self.adapter.failure_score),
+                )  # fmt: skip
+            self.unreadable += 1
         return replace(attempt.rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
 
     async def evaluate_once(
@@ -155,7 +176,7 @@ class ProgramRunner:
                 outcome.prediction.set_lm_usage(usage.get_total_tokens())
             attempt = await self._score(example, outcome, capture_traces, calls)
         self._left_to_record = self._left_to_record - 1 if calls.only_paced else math.inf
-        return attempt
+        return replace(attempt, unreadable=outcome.unreadable)
 
     async def _prototype(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:
         """Return what makes a rollout's copy of a candidate's program. One is built at a time, each once."""
@@ -224,7 +245,7 @@ class ProgramRunner:
             return _Outcome(None, [], error)
         text, score = error.lm_response or "", self.adapter.failure_score
         shown = FaultyReply(text, score, fault_in(error)) if error.parsed_result else FailedPrediction(text, score)
-        return _Outcome(FailedPrediction(text, format_reward=score), [*trace, (predictor, inputs, shown)])
+        return _Outcome(FailedPrediction(text, format_reward=score), [*trace, (predictor, inputs, shown)], error)
 
     def _crash(self, trace: list[Any], error: Exception, calls: LmCalls) -> _Outcome:
         raise_provider_fault(error, calls.errors)
@@ -236,14 +257,16 @@ class ProgramRunner:
 
     async def _score(self, example: Any, outcome: _Outcome, capture_traces: bool, calls: LmCalls) -> Attempt:
         failure_score = self.adapter.failure_score
-        if outcome.error is not None:
-            logger.warning("Example scored as a failure: %s%s", error_text(outcome.error), _on(example, failure_score))
-            failed = self.failed_rollout(f"The program failed: {error_text(outcome.error)}", capture_traces)
-            return Attempt(failed, self.mistakes.failure(outcome.error, calls.errors))
         if isinstance(outcome.prediction, FailedPrediction):
             if not (capture_traces or self._flex):
                 return Attempt(self.failed_rollout("The program's reply could not be read.", capture_traces))
             return Attempt(self._scored_rollout(example, outcome, failure_score))
+        if outcome.error is not None:
+            reason = error_text(outcome.error)
+            if not outcome.unreadable:
+                logger.warning("Example scored as a failure: %s%s", reason, _on(example, failure_score))
+            failed = self.failed_rollout(f"The program failed: {reason}", capture_traces)
+            return Attempt(failed, self.mistakes.failure(outcome.error, calls.errors))
         try:
             returned = await self._metric.score(
                 example, outcome.prediction, scoring_trace=outcome.trace, flex=self._flex

@@ -171,7 +171,8 @@ def _packed(answer: RolloutAnswer, records: RolloutRecords, candidate: dict[str,
             output = as_writable(output, cloudpickle.dumps)
             trajectory = _readable({**rollout.trajectory, "example": None})
         failure = None if failure is None else replace(failure, error=_sendable(failure.error))
-        answer.attempt = Attempt(replace(rollout, output=output, trajectory=trajectory), failure)
+        rollout = replace(rollout, output=output, trajectory=trajectory)
+        answer.attempt = replace(answer.attempt, rollout=rollout, failure=failure)
     return cloudpickle.dumps(answer)
 
 

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 import anyio
 import dspy
-from dspy.clients.base_lm import BaseLM
 from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import is_retryable_lm_error
 
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.programs.faults import DSPYS_ACALL, DSPYS_CALL
 
 READ_SECONDS = 5.0
 """How long an answer of ``/metrics`` may take: httpx's own default."""
@@ -68,7 +68,7 @@ class BalancedLM(dspy.LM):
         """See ``dspy.LM``; asks the next server where one does not answer."""
         for lm, arguments in self._attempts(kwargs):
             try:
-                return _call(lm, prompt, messages=messages, **arguments)
+                return DSPYS_CALL(lm, prompt, messages=messages, **arguments)
             except Exception as error:
                 if lm is self or not is_retryable_lm_error(error):
                     raise
@@ -79,7 +79,7 @@ class BalancedLM(dspy.LM):
         """See :meth:`__call__`."""
         for lm, arguments in self._attempts(kwargs):
             try:
-                return await _acall(lm, prompt, messages=messages, **arguments)
+                return await DSPYS_ACALL(lm, prompt, messages=messages, **arguments)
             except Exception as error:
                 if lm is self or not is_retryable_lm_error(error):
                     raise
@@ -109,10 +109,6 @@ class BalancedLM(dspy.LM):
 def arguments_for(deployment: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an LM call that ask one server."""
     return {name: deployment[name] for name in ("api_base", "api_key") if name in deployment}
-
-
-_call: Any = getattr(BaseLM.__call__, "__wrapped__", BaseLM.__call__)
-_acall: Any = getattr(BaseLM.acall, "__wrapped__", BaseLM.acall)
 
 
 def _check(deployments: Sequence[Mapping[str, Any]]) -> None:
