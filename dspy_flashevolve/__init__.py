@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dspy_flashevolve.async_meta_harness import AsyncMetaHarness
     from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError, RunAbortedError
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective
+    from dspy_flashevolve.gepa.changes import EditedText
     from dspy_flashevolve.gepa.compilation import AsyncGEPAResult
     from dspy_flashevolve.gepa.settings import FLASHEVOLVE, Edits, Workflow
     from dspy_flashevolve.harness.program import Harness, HarnessError
@@ -40,6 +41,7 @@ __all__ = [
     "ConfigurationError",
     "DataError",
     "DspyRun",
+    "EditedText",
     "Edits",
     "FlashEvolveError",
     "Full",
@@ -62,6 +64,7 @@ _HOMES = {
     "AsyncStats": "observe.statistics",
     "CombeeReflection": "modules.combee",
     "DspyRun": "programs.run",
+    "EditedText": "gepa.changes",
     "Edits": "gepa.settings",
     "FLASHEVOLVE": "gepa.settings",
     "Full": "engine.staleness",

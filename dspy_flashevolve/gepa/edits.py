@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import dspy
 from dspy.teleprompt.gepa.instruction_proposal import (
@@ -17,10 +17,10 @@ from dspy.teleprompt.gepa.instruction_proposal import (
     _render_skill,  # pyright: ignore[reportPrivateUsage]
 )
 from dspy.utils.exceptions import AdapterParseError
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 
-from dspy_flashevolve.gepa.changes import Change
-from dspy_flashevolve.gepa.parts import REWORDED, Part, is_json, likeness, parts_of
+from dspy_flashevolve.gepa.changes import Edit, EditedText
+from dspy_flashevolve.gepa.parts import is_json, parts_of
 from dspy_flashevolve.modules.reading import asked, result_of, text_in
 from dspy_flashevolve.programs.replies import CutOffReplyError, recording_cut_off_replies
 
@@ -45,36 +45,6 @@ another case or another example, goes behind that part as a short part of its ow
 wrong, and remove it where it misleads. After a mistake, write what tells the two cases apart, and not that one is never
 the other. A new part says one thing, is understood without its neighbours (it names again what it is about), and has
 their form: an item in a list, a heading where a section begins, else a sentence. Write no part numbers in a text."""
-
-
-class Edit(BaseModel):
-    """One edit of an instruction whose parts are numbered from 1."""
-
-    action: Literal["add", "replace", "remove"] = Field(
-        description="add: put the text behind the part; replace: put it in the part's place; remove: take the part out."
-    )
-    part: int = Field(description="The number of the part; 0 for an addition at the start.")
-    text: str = Field(default="", description="The new part; empty to remove one.")
-    reason: str = Field(default="", description="In half a sentence, what in the feedback asks for it.")
-
-    @classmethod
-    def in_text(cls, answer: str) -> list[Edit]:
-        """Read edits that are written as tags.
-
-        >>> Edit.in_text('Here you are: <replace part="2">- Be brief.</replace>')
-        [Edit(action='replace', part=2, text='- Be brief.', reason='')]
-        """
-        # A tag ends before the next one opens: looked for further, each end would be looked for in all of the rest.
-        pieces: Iterator[Any] = iter(_TAG.split(answer)[1:])
-        edits: list[Edit] = []
-        for action, part, is_empty, inner in zip(pieces, pieces, pieces, pieces, strict=True):
-            text, closed, _ = inner.partition(f"</{action}>")
-            if closed or is_empty:
-                edits.append(cls(action=action, part=int(part), text="" if is_empty else text))
-        return edits
-
-
-_TAG = re.compile(r'<(add|replace|remove)\s+(?:after|part)="?(\d{1,4})"?\s*(/)?>')
 
 
 class TextProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
@@ -162,7 +132,8 @@ class TextProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
             ValidationError: it is empty, or was too long after that, too.
         """
         try:
-            return self._instruction_validator.validate_python(text)
+            valid = self._instruction_validator.validate_python(text)
+            return EditedText(valid, text.edits) if isinstance(text, EditedText) else valid
         except ValidationError:
             if self.compress is None or not text.strip():
                 raise
@@ -184,7 +155,6 @@ class EditProposer(TextProposer):
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
         self._unreadable = 0
-        self._edited = set[str]()
         signature = self.propose.signature.delete("new_instruction")
         description = "The instruction; each part begins with its number in brackets, which is no part of it."
         signature = signature.with_updated_fields("current_instruction", desc=description)
@@ -208,13 +178,7 @@ class EditProposer(TextProposer):
         except (AdapterParseError, ValueError) as error:
             logger.info("A reflection's reply held no edits: %.200s", error)
             return unnumbered(text_in(getattr(error, "lm_response", ""), "new_instruction") or "", instruction)
-        text = edited(instruction, reply.edits or ())
-        self._edited.add(text.strip())
-        return text
-
-    def is_edited(self, text: str) -> bool:
-        """Whether a text was made here by edits, and not written as a whole."""
-        return text.strip() in self._edited
+        return EditedText.of(instruction, reply.edits or ())
 
 
 def numbered(instruction: str) -> str:
@@ -227,9 +191,6 @@ def numbered(instruction: str) -> str:
     return "\n".join(f"[{number}] {part.text}" for number, part in enumerate(parts_of(instruction), start=1))
 
 
-_NUMBER = re.compile(r"\A\s*\[\d{1,4}\]\s?")
-
-
 def unnumbered(text: str, instruction: str) -> str:
     """A whole text without the numbers that a model has copied from the parts that it was shown.
 
@@ -240,83 +201,3 @@ def unnumbered(text: str, instruction: str) -> str:
 
 
 _LINE_NUMBER = re.compile(r"^[ \t]*\[\d{1,4}\] ?", re.MULTILINE)
-
-
-def edited(instruction: str, edits: Sequence[Edit]) -> str:
-    """The instruction that edits make of one.
-
-    An edit of a part that is not there is left out. Of several replacements of one part the first goes in its place,
-    the others behind it. An item that is put behind the last one of a list joins the list.
-
-    >>> edited("Answer.\\n- Be brief.\\n\\nThanks.", [Edit(action="add", part=2, text="- Be kind.")])
-    'Answer.\\n- Be brief.\\n- Be kind.\\n\\nThanks.'
-    """
-    parts = parts_of(instruction)
-    kept: dict[int, str | None] = {number: part.text for number, part in enumerate(parts, start=1)}
-    added: dict[int, list[str]] = {}
-    changed: set[int] = set()
-    for edit in edits:
-        text = _NUMBER.sub("", edit.text).strip("\n").rstrip()
-        number = min(max(edit.part, 0), len(parts)) if edit.action == "add" else edit.part
-        if edit.action == "add" or number in changed:
-            added.setdefault(number, []).extend([text] if text else [])
-        elif number in kept and (text or edit.action == "remove"):
-            changed.add(number)
-            kept[number] = text if edit.action == "replace" else None
-    written = ""
-    gap = _BLANK
-    for number, own in [(0, None), *kept.items()]:
-        after = parts[number - 1].after if number else "\n"
-        block = [*([own] if own else []), *added.get(number, [])]
-        for position, text in enumerate(block):
-            is_own = own is not None and position == 0
-            written += (gap if is_own else _gap(written, text, after)) if written else ""
-            written += text
-        gap = after if block else max(gap, after, key=len)
-    return written
-
-
-RELATED = 0.3
-"""Share of their words that a part and a change have in common, from which the change belongs behind the part; else it
-goes to the end. Lines on one label of `symptom2disease` share more, lines on two share less."""
-
-
-def put_into(instruction: str, change: Change) -> str:
-    """An instruction with a change in it that was made in another text: in the place of the part that it replaces, as
-    far as that is there, else behind the part that is most like it.
-
-    >>> change = Change("self", "- Be kind.", "", (), (), (), frozenset(), "")
-    >>> put_into("Answer.\\n- Be brief.\\n\\nThanks.", change)
-    'Answer.\\n- Be brief.\\n- Be kind.\\n\\nThanks.'
-    """
-    parts = parts_of(instruction)
-
-    def nearest(part: Part, least: float) -> int:
-        alike = [likeness(part, other) for other in parts]
-        return alike.index(max(alike)) + 1 if alike and max(alike) >= least else 0
-
-    gone = list(dict.fromkeys(place for part in parts_of(change.replaces) if (place := nearest(part, REWORDED))))
-    edits = [Edit(action="remove", part=place) for place in gone]
-    new = parts_of(change.part)
-    if new and gone:
-        edits[0] = Edit(action="replace", part=gone[0], text=change.part)
-    elif new:
-        edits = [Edit(action="add", part=nearest(new[0], RELATED) or len(parts), text=change.part)]
-    return edited(instruction, edits)
-
-
-_BLANK = "\n\n"
-_ITEM = re.compile(r"\A[ \t]*(?:[-*+•]|\d{1,3}[.)])\s")
-_STARTS_LINE = re.compile(r"\A(?:#|\*\*|<|```|\|)")
-
-
-def _gap(above: str, text: str, after: str) -> str:
-    """The space before a new part: none that is blank inside a list, one line before a section, else as behind the part
-    above it."""
-    if _ITEM.match(text) and _ITEM.match(above.rpartition("\n")[2] if "\n" in above else above):
-        return "\n"
-    if _STARTS_LINE.match(text):
-        return _BLANK
-    if _ITEM.match(text) or "\n" in text:
-        return "\n"
-    return after or "\n"

@@ -26,7 +26,7 @@ from dspy_flashevolve.engine.errors import NoLongerWantedError, RolloutUnresolve
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, step_rng
-from dspy_flashevolve.gepa.consolidations import CONSOLIDATION, JOINED
+from dspy_flashevolve.gepa.consolidations import CONSOLIDATION
 from dspy_flashevolve.gepa.heads import is_surely_better
 from dspy_flashevolve.gepa.options import Parts
 from dspy_flashevolve.gepa.pool import Pool
@@ -486,7 +486,7 @@ class Evaluations:
         begun: dict[Any, Rollout] = {}
         while not begun and not self._affords(step, missing := unpaid(), is_last):
             worse = len(children) - 1
-            if len(children) == 2 and children[1].proposal.tag in (CONSOLIDATION, JOINED):
+            if len(children) == 2 and children[1].proposal.tag == CONSOLIDATION:
                 worse, begun = await self._compared(step, plans, is_last)
             lost = "of the best text and the same written anew, this one is no better on the first examples"
             reason = lost if begun else "no budget is left for it"

@@ -17,7 +17,7 @@ from statistics import median_low, stdev
 
 from dspy_flashevolve.engine.staleness import Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
-from dspy_flashevolve.gepa.consolidations import CONSOLIDATION, LEAST_ALTERNATIVES, Consolidations
+from dspy_flashevolve.gepa.consolidations import CONSOLIDATION, Consolidations
 from dspy_flashevolve.gepa.credit import Credit, Head
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
@@ -159,8 +159,6 @@ class Heads:
         self.phase = Phase.SEARCHING
         self._pending: Head | None = None
         """The head, as of :meth:`refresh`, where it is better than what was validated."""
-        self._joining: int | None = None
-        """Number of the step that has a validated head written anew with its alternatives; one at a time."""
         self._validation_calls = 0
         """Metric calls that validations of heads have cost at most."""
         self._improved_at = 0, 0
@@ -170,7 +168,7 @@ class Heads:
 
     @property
     def has_changes(self) -> bool:
-        """Whether children are taken apart into changes, of which heads are made."""
+        """Whether heads are made of the edits of children."""
         return self._credit is not None
 
     @property
@@ -188,11 +186,10 @@ class Heads:
 
     @property
     def is_grown(self) -> bool:
-        """Whether there is so much in the head, or beside it, that it is written anew before its last validation."""
+        """Whether there is so much in the head that it is written anew before its last validation."""
         if self._credit is None or self._consolidations is None or self._calls.are_spent:
             return False
-        outlook = self._credit.outlook
-        return outlook.head_changes >= LEAST_EDITS or outlook.alternatives >= LEAST_ALTERNATIVES
+        return self._credit.outlook.head_changes >= LEAST_EDITS
 
     @property
     def pending(self) -> Head | None:
@@ -302,32 +299,26 @@ class Heads:
         self._validation_calls += len(self._pool.loader)
         return self._to_validate(step, given.candidate, self._credit.parent, "head", given.is_last)
 
-    def _due(self, least: float, is_last: bool = False, joins: bool = True) -> Head | None:
-        """Compose the head; None where neither it nor what its alternatives know is worth a validation.
+    def _due(self, least: float, is_last: bool = False) -> Head | None:
+        """Compose the head; None where it is worth no validation.
 
         Args:
             least: what it has to gain, as a share of the range of scores.
             is_last: whatever share of the metric calls validations have had.
-            joins: whether alternatives count.
         """
-        credit, pool, consolidations = self._credit, self._pool, self._consolidations
+        credit, pool = self._credit, self._pool
         if credit is None or not pool.seed_confirmed or not (is_last or self.may_validate):
             return None
         head = credit.head()
-        if head.candidate not in pool.state.program_candidates:
-            return head if head.gain > least * credit.scale else None
-        if consolidations is None or not joins or self._joining is not None:
-            return None
-        return head if consolidations.alternatives(head.changes) else None
+        is_new = head.candidate not in pool.state.program_candidates
+        return head if is_new and head.gain > least * credit.scale else None
 
     def _given_head(self, step: Step, least: float, is_last: bool, is_timed: bool) -> Given | None:
         """Find the head for a step, and mark it at once, so that no other step finds it, too."""
-        head = self._due(least, is_last=is_last or is_timed, joins=not is_timed)
+        head = self._due(least, is_last=is_last or is_timed)
         if head is None or self._credit is None:
             return None
         self._credit.mark_validating(step.number, head)
-        if head.candidate in self._pool.state.program_candidates:
-            self._joining = step.number
         return Given(head.candidate, head, is_last, is_timed)
 
     def _given(self, step: Step, is_last: bool, is_timed: bool) -> Given | None:
@@ -379,7 +370,7 @@ class Heads:
             self.keep_credit()
 
     async def consolidated(self, step: Step, heads: list[Screened], given: Given) -> list[Screened]:
-        """Let the reflection LM write a head anew that has grown, or has alternatives and is validated or the last.
+        """Let the reflection LM write a head anew that has grown.
 
         Before the last validation the new text stands beside the head. Before, it takes the head's place; the new text
         is what further edits are put on, if its validation is good enough.
@@ -389,23 +380,15 @@ class Heads:
             given: where it comes from.
 
         Returns:
-            What is to be validated; nothing where the head is validated already, and no new text came of it.
+            What is to be validated.
         """
-        head, is_last = heads[0].proposal, given.is_last
-        is_validated = await self._pool.write(lambda: head.candidate in self._pool.state.program_candidates)
-        left = [] if is_validated else heads
+        is_last = given.is_last
         if self._consolidations is None or given.is_timed or (is_last and self.time.is_ending):
-            return left
-        least_edits = LEAST_EDITS if is_last else GROWN_EDITS
-        anew = await self._consolidations.written(step, head, least_edits, joins=is_last or is_validated)
+            return heads
+        anew = await self._consolidations.written(step, heads[0].proposal, LEAST_EDITS if is_last else GROWN_EDITS)
         if anew is None:
-            return left
-        return [*left, anew] if is_last else [anew]
-
-    def ended(self, step: Step) -> None:
-        """Take note that a step has ended: another one may join what there is then."""
-        if self._joining == step.number:
-            self._joining = None
+            return heads
+        return [*heads, anew] if is_last else [anew]
 
     # What validations tell. Runs in the pool's writer.
 
@@ -436,8 +419,8 @@ class Heads:
     def record_children(self, step: Step, children: Sequence[Child]) -> None:
         """Take note of how a step's children were written."""
         if self._credit is not None:
-            pairs = [(child.parent.task.parent_candidate, child.candidate) for child in children]
-            self._credit.record_children(step.number, pairs)
+            new = [child for child in children if child.candidate != child.source]
+            self._credit.record_children(step.number, [child.is_whole for child in new])
             self.keep_credit()
 
     def learn(self, commits: Sequence[Commit], clean: Collection[int] = ()) -> None:

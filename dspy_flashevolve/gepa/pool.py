@@ -12,7 +12,7 @@ import math
 import os
 import pickle
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -306,12 +306,31 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self.reports.reflection_skipped(step, task, reason, evaluation.scores)
         return reason
 
-    def choose_components(self, step: Step, task: Task, evaluation: Batch) -> list[str]:
-        """Ask the component selector which texts to rewrite."""
-        with self.acting_for(step):
-            return self.parts.component_selector(
-                self.state, evaluation.trajectories, evaluation.scores, task.parent_idx, task.parent_candidate
-            )
+    def choose_components(
+        self, step: Step, task: Task, evaluation: Batch, readable: Collection[str] | None = None
+    ) -> tuple[list[str], list[str]]:
+        """Ask the component selector which texts to rewrite.
+
+        Args:
+            readable: those of which a reflection can read something; the selector is asked for the next ones where it
+                names none of them. None for all.
+
+        Returns:
+            The components, and those that it named and a reflection can read nothing of.
+        """
+        chosen, unread = list[str](), dict[str, None]()
+        for _ in task.parent_candidate:
+            with self.acting_for(step):
+                chosen = self.parts.component_selector(
+                    self.state, evaluation.trajectories, evaluation.scores, task.parent_idx, task.parent_candidate
+                )
+            if not readable:
+                return chosen, []
+            own = [name for name in chosen if name in readable or name not in task.parent_candidate]
+            unread |= dict.fromkeys(name for name in chosen if name not in own)
+            if own:
+                return own, list(unread)
+        return [name for name in task.parent_candidate if name in (readable or ())][:1], list(unread)
 
     def judge_children(self, step: Step, screened: Sequence[tuple[Child, Batch]]) -> list[tuple[Child, Proposal]]:
         """Let gepa choose among children with their screens; those that go on, with gepa's proposals for them."""

@@ -159,9 +159,7 @@ def restore_credit(journal: RunJournal, credit: Credit) -> None:
         rows = journal.journal.rows(
             "SELECT candidate, split, example, score FROM rollouts WHERE step < 0 OR step IN (SELECT step FROM ends)"
         )
-        credit.restore(
-            kept, journal.texts, [(row["candidate"], row["split"], row["example"], row["score"]) for row in rows]
-        )
+        credit.restore(kept, [(row["candidate"], row["split"], row["example"], row["score"]) for row in rows])
 
 
 # The run.

@@ -67,9 +67,9 @@ class Spending:
     def calls_per_task(self) -> int:
         """Metric calls that are set aside for one task: the most that it can cost.
 
-        Where changes are tested, validations are paid apart.
+        Where what steps find comes together, validations are paid apart.
         """
-        return 2 * self._minibatch if self._heads.has_changes else self.calls_alone
+        return self.calls_alone if self._heads.joins is False else 2 * self._minibatch
 
     @property
     def calls_alone(self) -> int:
@@ -170,7 +170,8 @@ class SearchWidth:
     and each does one step's work. Where each child stands for itself, steps that ran at once have made siblings of
     which one is used, and each that passes its screen costs a validation: three in sixteen of the slots are at work
     then (a working step keeps one to three slots busy, a validation as many as it has examples), and a limited budget
-    is spread over more generations. While that is not known, a run with a budget has one step more than have ended.
+    is spread over more generations. Until a child shows which it is, a run with a budget has one step more than have
+    ended; where edits are expected, as many as it could validate each by itself.
 
     Args:
         workflow: says how many steps, where the user does.
@@ -179,6 +180,7 @@ class SearchWidth:
         joins: whether children come together; None where that is not known yet.
         calls_alone: what a step costs at least where they do not, though those before, whose children came together,
             cost less.
+        expects_edits: the reflection LM is asked for edits.
     """
 
     def __init__(
@@ -188,13 +190,14 @@ class SearchWidth:
         burst: int,
         joins: Callable[[], bool | None],
         calls_alone: Callable[[], int],
+        expects_edits: bool,
     ) -> None:
         live, working = max(2, math.ceil(3 * slots / 4)), max(2, math.ceil(3 * slots / 16))
         given = None if workflow.live_steps is None else LiveSteps(workflow.live_steps, strict=True)
         fitting = max(2, math.ceil(live * min(1.0, NARROW / burst)))
         self._joined = given or LiveSteps(live, fitting, GENERATIONS_OF_CHANGES, burst, slots)
         self._alone = given or LiveSteps(live, working, GENERATIONS, burst, slots)
-        self._joins, self._calls_alone = joins, calls_alone
+        self._joins, self._calls_alone, self._expects_edits = joins, calls_alone, expects_edits
 
     def admits(self, load: Load) -> bool:
         """See :meth:`Admission.admits`."""
@@ -203,8 +206,11 @@ class SearchWidth:
             return self._alone.admits(replace(load, calls_per_step=max(load.calls_per_step, self._calls_alone())))
         if load.calls_left is None:
             return self._joined.admits(load)
+        most = 1 + load.ended
+        if self._expects_edits:
+            most = max(most, (load.calls_left + load.calls_reserved) // self._calls_alone())
         # As wide to the end as at the beginning: the last few steps, one after the other, would take longest.
         load = replace(load, calls_left=load.calls_left + round(load.ended * load.calls_per_step))
         if joins is None and not self._joined.strict:
-            return replace(self._joined, limit=min(self._joined.limit, 1 + load.ended)).admits(load)
+            return replace(self._joined, limit=min(self._joined.limit, most)).admits(load)
         return self._joined.admits(load)

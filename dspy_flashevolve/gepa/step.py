@@ -26,8 +26,8 @@ from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look, Place, StalenessPolicy, Texts
 from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.gepa import resume
-from dspy_flashevolve.gepa.changes import is_too_long, never_edited
-from dspy_flashevolve.gepa.consolidations import CONSOLIDATION, JOINED
+from dspy_flashevolve.gepa.changes import is_too_long
+from dspy_flashevolve.gepa.consolidations import CONSOLIDATION
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.edits import EditProposer
 from dspy_flashevolve.gepa.evaluate import Evaluations
@@ -85,14 +85,11 @@ class GepaLoop:
         most = self._most_characters = settings.workflow.max_candidate_characters
         each = settings.max_text_characters
         code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
-        proposer = program.adapter.custom_instruction_proposer
-        edits = proposer.is_edited if isinstance(proposer, EditProposer) else None
         search = settings.edits
         self._credit: Credit | None = None
         if search is not None:
             scale = abs(pool.perfect_score or 1.0)
-            is_edited = edits or never_edited
-            self._credit = Credit(pool.seed_candidate, code, scale, most, each, is_edited)
+            self._credit = Credit(pool.seed_candidate, scale, most, each)
         record_score = None if self._credit is None else self._credit.record_score
         self._evaluations = Evaluations(run, program, pool, settings.workflow, record_score)
         calls = self._calls = ReflectionCalls(run, settings.max_reflection_calls, settings.max_cost)
@@ -101,7 +98,7 @@ class GepaLoop:
         share = 1.0 if search is None else search.frontier_share
         self._screening = Screening()
         self._selection = Selection(pool, self._credit, share, self._unanswerable)
-        has_edits = edits is not None
+        has_edits = isinstance(program.adapter.custom_instruction_proposer, EditProposer)
         self._heads = Heads(run, pool, self._credit, self._selection, calls, settings, initial, has_edits)
         minibatch = min(settings.minibatch_size, len(pool.trainset))
         # A candidate with the perfect score on every validation example ends the run; dspy.GEPA goes on, and asks its
@@ -119,8 +116,9 @@ class GepaLoop:
             settings.workflow,
             run.slots,
             min(minibatch, run.slots),
-            lambda: self._heads.joins,
+            lambda: False if self._credit is None else self._credit.outlook.joins,
             lambda: 0 if self._credit is None else self._spending.calls_alone,
+            has_edits,
         )
         self._counts_from = 0
         """Number from which on a step is an iteration to stoppers that count those without improvement."""
@@ -212,10 +210,10 @@ class GepaLoop:
             except StepEnded:
                 pays = self._spending.pays_beyond_validation and step.reservation.cover(len(self._pool.loader))
                 given = await self._heads.due(step, pays)
-                candidates = [] if given is None else await self.head(step, given)
-                if given is None or not candidates:
+                if given is None:
                     await self._heads.cancel_validation(step, is_timed=False)
                     raise
+                candidates = await self.head(step, given)
         return await self.validated(step, candidates, given is not None and given.is_timed)
 
     async def head(self, step: Step, given: Given) -> list[Screened]:
@@ -230,8 +228,6 @@ class GepaLoop:
         """
         try:
             self._end_if_perfect()
-            if not candidates:
-                raise StepEnded(EndKind.REJECTED, "no text came of the alternatives to the last head")
             self._run.mark_child_made(step)
             began = self._run.clock()
             done = await self._evaluations.validate(step, candidates, is_last=is_timed)
@@ -278,6 +274,7 @@ class GepaLoop:
         run, pool, selection = self._run, self._pool, None
         if step.recorded is None:
             version, value, work = await pool.write(self._selection.select, step)
+            await pool.write(self._heads.keep_credit)  # it knows what a variant is made of, if the run is killed
             if run.journal is not None:
                 selection = resume.selection_of(run.journal, work)
         else:
@@ -400,12 +397,14 @@ class GepaLoop:
         return passed
 
     def _joins_head(self, step: Step, child: Child, proposal: Proposal | None = None) -> bool:
-        """Put a child's changes into the head's, where it can be taken apart. Runs in the pool's writer."""
+        """Put a child's edits into the head; False where it stands for itself. Runs in the pool's writer."""
         assert self._credit is not None
+        if child.is_whole:
+            return False
         ids = [] if proposal is None else proposal.subsample_indices or []
         scores = [] if proposal is None else proposal.subsample_scores_after or []
         is_taken = self._credit.take(
-            step.number, child.source, child.candidate, self._evaluations.train_split,
+            step.number, child.source, child.candidate, child.edits, self._evaluations.train_split,
             {id_text(example): score for example, score in zip(ids, scores, strict=True)},
         )  # fmt: skip
         if is_taken:
@@ -471,7 +470,7 @@ class GepaLoop:
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
             commits = await self._pool.write(self._pool.commit, step, work)
             pairs = zip(commits, work, strict=True)
-            clean = [commit.candidate for commit, made in pairs if made.proposal.tag in (CONSOLIDATION, JOINED)]
+            clean = [commit.candidate for commit, made in pairs if made.proposal.tag == CONSOLIDATION]
             await self._pool.write(self._heads.learn, commits, clean)
             await self._pool.write(self._spending.record_best, self._evaluations.highest)
             for commit in commits:
@@ -534,7 +533,6 @@ class GepaLoop:
     async def _ended(self, step: Step, end: End) -> None:
         pool = self._pool
         await pool.write(self._selection.ended, step)
-        await pool.write(self._heads.ended, step)
         committed = end.kind is EndKind.COMMITTED
         # Steps overlap: to who counts them, those are iterations that came one after the other, or were committed.
         counts = committed or (step.number >= self._counts_from and (self._credit is None or self._heads.may_validate))

@@ -27,7 +27,7 @@ from gepa.core.adapter import EvaluationBatch
 
 from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import FlashEvolveError, hook_that_raised
-from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.loop import LoopPortal, Threads
 from dspy_flashevolve.programs.faults import is_out_of_context, raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.feedback import (
     Question,
@@ -70,15 +70,36 @@ class Reflection:
     cost_dollars: float = 0.0
 
 
-class UntracedProgramError(RuntimeError):
-    """A program answered, and dspy's trace has no call of its predictors, so that there is nothing to reflect on."""
+class NothingToReadError(RuntimeError):
+    """No rollout of a minibatch called a predictor whose instruction evolves, or no reply could be read."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "the program answers, but no call of its predictors is in dspy's trace, so that there is nothing to "
-            "reflect on. Threads that a program starts itself (ThreadPoolExecutor) are not traced: use dspy.Parallel "
-            "or dspy.asyncify there, and dspy.Predict or a module of dspy's for every call."
-        )
+
+class UntracedProgramError(NothingToReadError):
+    """A program answered, and dspy's trace has no call of its predictors, so that there is nothing to reflect on.
+
+    Args:
+        components: names of the predictors whose instructions evolve.
+        called: whether the trace has calls of other predictors.
+    """
+
+    def __init__(self, components: Sequence[str], called: bool) -> None:
+        if called:
+            super().__init__(
+                "the program answers, but all calls in dspy's trace are of predictors that are not its own, so that "
+                f"there is nothing to reflect on. Its own are {', '.join(components)}. A predictor that is built in "
+                "forward is another one in each call, and its instruction cannot evolve: build it in __init__ "
+                "(self.answer = dspy.Predict(...)), and call that one in forward."
+            )
+        else:
+            super().__init__(
+                "the program answers, but no call of its predictors is in dspy's trace, so that there is nothing to "
+                "reflect on. Threads that a program starts itself (ThreadPoolExecutor) are not traced: use "
+                "dspy.Parallel or dspy.asyncify there, and dspy.Predict or a module of dspy's for every call."
+            )
+
+
+class ProposalTypeError(TypeError):
+    """A proposer returned something else than a dict from component to text."""
 
 
 class OversizedReflectionError(ValueError):
@@ -103,11 +124,45 @@ class ReflectionRunner:
 
     def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads, mistakes: Mistakes) -> None:
         self._adapter, self._metric, self._threads, self._mistakes = adapter, metric, threads, mistakes
+        self._asker = copy.copy(adapter)
+        """The adapter, with proposers whose answers are checked."""
+        for hook in ("instruction_proposer", "code_proposer"):
+            if (proposer := getattr(adapter, f"custom_{hook}")) is not None:
+                setattr(self._asker, f"custom_{hook}", partial(self._ask_proposer, hook, proposer))
         self._judges_anew = False
         """Whether the metric has given another score, and so another judgement, when it was asked for feedback."""
         self._warns_on_mismatch = adapter.warn_on_score_mismatch
         self._refused_characters = math.inf
         """Characters of the examples of one component that did not fit the reflection LM's context; the fewest."""
+
+    def readable(self, candidate: Mapping[str, str], evaluation: EvaluationBatch[Any, Any]) -> set[str]:
+        """Find the components of which a reflection can read something in rollouts: the predictors that were called
+        and whose replies dspy's adapter takes, and code where there is any rollout.
+
+        Predictors of one signature and one instruction are told apart no better than by dspy's adapter.
+        """
+        adapter, trajectories = self._adapter, evaluation.trajectories or []
+        calls = [
+            predictor.signature
+            for each in trajectories
+            for predictor, _, output in each["trace"]
+            if (
+                adapter.add_format_failure_as_feedback
+                if isinstance(output, FailedPrediction)
+                else not isinstance(each["prediction"], FailedPrediction)
+            )
+        ]
+        code = adapter._flex_paths if trajectories else ()  # pyright: ignore[reportPrivateUsage]
+        return {*self._own_calls(candidate, calls), *code}
+
+    def _own_calls(self, candidate: Mapping[str, str], signatures: Sequence[Any]) -> list[str]:
+        """Find the names of the student's predictors that were called, by the signatures of the calls, as dspy does."""
+        called = list({id(signature): signature for signature in signatures}.values())
+        predictors: list[tuple[str, Any]] = self._adapter.student.named_predictors()
+        own = {
+            name: each.signature.with_instructions(candidate[name]) for name, each in predictors if name in candidate
+        }
+        return [name for name, mine in own.items() if any(signature.equals(mine) for signature in called)]
 
     async def dataset(
         self,
@@ -127,12 +182,16 @@ class ReflectionRunner:
 
         Raises:
             FlashEvolveError: of ``ask``, where the provider of a judge gave no answer, or refuses for good.
+            NothingToReadError: there was nothing to reflect on; dspy's own error in lockstep.
             Exception: what the metric raised while it gave feedback, in lockstep on one example and else on all of
-                them, or that there was nothing to reflect on.
+                them.
         """
         adapter, trajectories = copy.copy(self._adapter), evaluation.trajectories or []
         adapter.rng = adapter.rng if rng is None else rng
         adapter.feedback_map = questions_for(adapter.student.named_predictors(), trajectories)
+        if rng is not None and not self.readable(candidate, evaluation).intersection(components):
+            self._raise_untraced(candidate, trajectories)
+            raise NothingToReadError("no reply in its minibatch could be read")
         # It waits its turn among the reflections, one of which reads it next: made earlier, it would only lie there.
         try:
             dataset: Any = await self._guarded(
@@ -143,7 +202,7 @@ class ReflectionRunner:
         except FlashEvolveError:
             raise
         except Exception as error:
-            self._raise_untraced(trajectories, error)
+            self._raise_untraced(candidate, trajectories, error)
             raise
         self._mistakes.record(Kind.TRACES, None)
         records: list[dict[str, Any]] = [record for records in dataset.values() for record in records]
@@ -165,15 +224,18 @@ class ReflectionRunner:
             raise failed[0]
         return {name: rows for name, rows in kept.items() if rows or not dataset[name]}
 
-    def _raise_untraced(self, trajectories: Sequence[Mapping[str, Any]], error: Exception) -> None:
-        """Say of a minibatch from which dspy could make nothing to read that no call of a predictor was seen.
+    def _raise_untraced(
+        self, candidate: Mapping[str, str], trajectories: Sequence[Mapping[str, Any]], error: Exception | None = None
+    ) -> None:
+        """Say of a minibatch in which there is nothing to read that no call of the program's predictors was seen.
 
         Raises:
-            UntracedProgramError: programs answered, and none of them has a trace.
+            UntracedProgramError: programs answered, and none of them has called one of its predictors.
         """
         answered = [each for each in trajectories if not isinstance(each["prediction"], FailedPrediction)]
-        if answered and not any(each["trace"] for each in answered):
-            untraced = UntracedProgramError()
+        calls = [predictor.signature for each in trajectories for predictor, _, _ in each["trace"]]
+        if answered and not self._own_calls(candidate, calls):
+            untraced = UntracedProgramError(list(candidate), bool(calls))
             self._mistakes.record(Kind.TRACES, self._mistakes.failure(untraced, ()))
             raise untraced from error
 
@@ -243,14 +305,14 @@ class ReflectionRunner:
             while True:
                 try:
                     if acall is None:
-                        propose: Any = self._adapter.propose_new_texts
-                        texts = await self._threads.run(propose, candidate, dict(examples), components)
-                    else:
-                        with dspy.context(lm=self._adapter.reflection_lm or dspy.settings.lm):
-                            texts = await acall(
-                                candidate=candidate, reflective_dataset=dict(examples), components_to_update=components
-                            )
-                    return checked_texts(texts or {})
+                        propose: Any = self._asker.propose_new_texts
+                        return checked_texts(await self._threads.run(propose, candidate, dict(examples), components))
+                    with dspy.context(lm=self._adapter.reflection_lm or dspy.settings.lm):
+                        answer = await acall(
+                            candidate=candidate, reflective_dataset=dict(examples), components_to_update=components
+                        )
+                    proposer = self._adapter.custom_instruction_proposer
+                    return checked_texts(checked_proposal(answer, "instruction_proposer", proposer))
                 except Exception as error:
                     if not shrinks or not is_out_of_context(error):
                         raise
@@ -279,6 +341,17 @@ class ReflectionRunner:
                 "below %d, or give reflection_lm a larger context. It said: %.300s", count, count, error,
             )  # fmt: skip
         return {name: _shortest(rows, len(rows) // 2) for name, rows in examples.items()}
+
+    def _ask_proposer(self, hook: str, proposer: Any, **arguments: Any) -> Mapping[str, Any]:
+        """Call a proposer in a thread; a coroutine that it returns runs on the run's loop.
+
+        Raises:
+            ProposalTypeError: see :func:`checked_proposal`.
+        """
+        answer = proposer(**arguments)
+        if inspect.iscoroutine(answer):
+            answer = LoopPortal(self._threads.loop).run(answer)
+        return checked_proposal(answer, hook, proposer)
 
     def _awaitable_proposer(self, components: list[str]) -> Callable[..., Awaitable[Any]] | None:
         proposer = self._adapter.custom_instruction_proposer
@@ -315,7 +388,7 @@ class ReflectionRunner:
                     is_of_provider = failure is not None and failure.refused and kind is Kind.FEEDBACK
                     # What dspy cannot use was written by the LM; that replies are cut off is a matter of its settings.
                     is_of_reply = hook is None and calls.has_answer and not calls.errors
-                    is_of_reply = is_of_reply and not isinstance(error, CutOffReplyError)
+                    is_of_reply = is_of_reply and not isinstance(error, CutOffReplyError | ProposalTypeError)
                     self._mistakes.record(kind, None if is_of_provider or is_of_reply else failure)
                 raise
 
@@ -351,16 +424,34 @@ def _unless_ours(proposer: Any) -> Any:
     return None if type(proposer).__module__.startswith(("dspy.", "dspy_flashevolve.")) else proposer
 
 
+def checked_proposal(answer: Any, hook: str, proposer: Any) -> Mapping[str, Any]:
+    """Return what a proposer returned, if it is a mapping.
+
+    Args:
+        hook: the argument of the optimizer by which it was passed.
+
+    Raises:
+        ProposalTypeError: it is none.
+    """
+    if isinstance(answer, Mapping):
+        return answer
+    name = getattr(proposer, "__qualname__", type(proposer).__qualname__)
+    raise ProposalTypeError(
+        f"{hook} {name} returned {answer!r:.80}, expected a dict from component to its new text, as in "
+        "{'self': 'Answer in one word.'}. Leave a component out that is to stay as it is."
+    )
+
+
 def checked_texts(texts: Mapping[str, Any]) -> dict[str, str]:
     """Return new texts of components, if a program can be built with them.
 
     Raises:
-        TypeError: one is no text.
+        ProposalTypeError: one is no text.
         ValueError: one has half a character in it (a lone surrogate), which no provider can receive.
     """
     for name, text in texts.items():
         if not isinstance(text, str):
-            raise TypeError(f"the proposal for {name!r} is {text!r}, expected a text.")
+            raise ProposalTypeError(f"the proposal for {name!r} is {text!r:.80}, expected a text.")
         try:
             text.encode()
         except UnicodeEncodeError as error:

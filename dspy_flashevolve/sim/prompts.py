@@ -28,7 +28,7 @@ _SECTION = re.compile(r"^\[\[ ## (\w{1,200}) ## \]\][ \t]*$", re.MULTILINE)
 _INPUTS: tuple[tuple[PromptKind, frozenset[str]], ...] = (
     ("integration", frozenset({"head_text", "children"})),
     ("integration", frozenset({"current_instruction", "proposed_instructions"})),
-    ("consolidation", frozenset({"evidence", "instruction", "alternatives", "limit"})),
+    ("consolidation", frozenset({"evidence", "instruction", "limit"})),
     ("reflection", frozenset({"current_instruction", "examples_with_feedback"})),
     ("sample_reflection", frozenset({"attempt", "feedback", "cited_bullets"})),
     ("curation", frozenset({"playbook", "sections", "reflection"})),

@@ -110,8 +110,7 @@ def _text(request: ChatRequest, model: ReplyModel, choices: Choices, seed: int) 
     if request.kind == "integration":
         return _integration(request, model, choices)
     if request.kind == "consolidation":
-        inputs = request.inputs
-        return _format(request, _consolidated(inputs["instruction"], inputs["alternatives"], model, choices))
+        return _format(request, _consolidated(request.inputs["instruction"], model, choices))
     if request.kind == "harness":
         fields = harness_fields(
             request,
@@ -142,16 +141,11 @@ def _reflection(request: ChatRequest, model: ReplyModel, choices: Choices) -> st
     return formed_reply(form, _format(request, formed(form, text, current)))
 
 
-def _consolidated(text: str, alternatives: str, model: ReplyModel, choices: Choices) -> str:
-    """Write an instruction anew, with what alternatives add: without a lineage as an integration of these children."""
-    versions = re.split(r"^Version \d+:$", alternatives, flags=re.MULTILINE)[1:]
+def _consolidated(text: str, model: ReplyModel, choices: Choices) -> str:
+    """Write an instruction anew: without a lineage as an integration of no children."""
     if model.lineage is None:
-        children = ["\n".join(f"+ {line}" for line in _listed(version).splitlines()) for version in versions]
-        shown = "\n".join(f"### Child {number}\n{child}" for number, child in enumerate(children, start=1))
-        return integrate(text, shown, model, choices)[1]
-    added = [statement for statement in statements("\n".join(versions))
-             if statement not in statements(text) and choices.uniform(f"put in {statement}") < model.keeps]  # fmt: skip
-    return consolidated(patched(text, (), added, model.lineage, choices), model.lineage, choices)
+        return integrate(text, "", model, choices)[1]
+    return consolidated(patched(text, (), (), model.lineage, choices), model.lineage, choices)
 
 
 _NUMBERED = re.compile(r"^\[\d{1,4}\] ?", re.MULTILINE)

@@ -39,6 +39,7 @@ EXPORTED = {
     "ConfigurationError",
     "DataError",
     "DspyRun",
+    "EditedText",
     "Edits",
     "FLASHEVOLVE",
     "FlashEvolveError",
@@ -62,7 +63,7 @@ def test_every_public_name_exists_and_is_documented() -> None:
         assert is_documented, name
     assert len(set(dspy_flashevolve.__all__)) == len(dspy_flashevolve.__all__)
     assert set(dspy_flashevolve.__all__) == EXPORTED
-    assert len(EXPORTED) <= 22
+    assert len(EXPORTED) <= 23
     assert set(dir(dspy_flashevolve)) >= EXPORTED
 
 

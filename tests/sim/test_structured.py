@@ -13,9 +13,9 @@ import pytest
 from dspy.teleprompt.gepa import InstructionProposer
 
 from benchmarks.lineages import simulated_pairs
-from dspy_flashevolve.gepa.edits import Edit, EditProposer, edited, numbered
+from dspy_flashevolve.gepa.changes import Edit, EditedText
+from dspy_flashevolve.gepa.edits import EditProposer, numbered
 from dspy_flashevolve.gepa.parts import parts_of
-from dspy_flashevolve.modules.consolidate import Consolidation
 from dspy_flashevolve.modules.reading import items_in
 from dspy_flashevolve.sim import REPLY_MODELS, HouseRules
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
@@ -181,7 +181,7 @@ def test_an_edit_that_rewords_a_part_states_what_the_part_stated() -> None:
     current = texts(1)[0]
     for edits in edits_replies(60):
         kept = [edit for edit in edits if edit["action"] in ("replace", "add")]
-        after = edited(current, items_in(json.dumps(kept), Edit))
+        after = EditedText.of(current, items_in(json.dumps(kept), Edit))
         assert {*statements(current)} <= {*statements(after)}
 
 
@@ -196,27 +196,3 @@ def test_a_consolidated_text_states_each_rule_once_and_loses_as_many_as_the_mode
     assert all(len(text) < len(grown) for text in clean)
     assert all(text.count(f'the word "{rule.word}"') <= 1 for text in clean for rule in RULES)
     assert fmean(len(rules_in(text)) / len(RULES) for text in clean) == pytest.approx(0.97, abs=0.01)
-
-
-@pytest.mark.parametrize("name", ["strong", "rewriting", "obliging"])
-def test_a_consolidation_takes_in_what_alternatives_state_as_often_as_the_model_says(name: str) -> None:
-    model, instruction = REPLY_MODELS[name], "\n".join([SEED, *map(str, RULES[2:6])])
-    others = ["; then: ".join([SEED, *map(str, rules)]) for rules in (RULES[6:10], RULES[8:14])]
-    lm = SimulatedModel("h100-qwen3-8b", seed=0, reply_model=model).lm()
-
-    async def main() -> list[str]:
-        with dspy.context(lm=lm):
-            texts = {"answer": instruction}
-            replies = [
-                await Consolidation().acall(
-                    texts=texts, effects={"answer": [(f"- {number}", 0.1, 0.05)]}, alternatives={"answer": others}
-                )
-                for number in range(40)
-            ]
-            return [reply.texts["answer"] for reply in replies]
-
-    words = [{rule.word for rule in rules_in(text)} for text in run(main)]
-    assert not any(words_of - {rule.word for rule in RULES[:14]} for words_of in words)
-    own, new = ({rule.word for rule in rules} for rules in (RULES[:6], RULES[6:14]))
-    assert fmean(len(known & own) / len(own) for known in words) > 0.9
-    assert fmean(len(known & new) / len(new) for known in words) == pytest.approx(model.keeps, abs=0.1)
