@@ -135,12 +135,11 @@ class LanguageModels:
         if not self._warned_of_blocking:
             self._warned_of_blocking = True
             callers: list[Any] = dspy.settings.caller_modules or []
+            name = f"{type(callers[0]).__name__}.aforward" if callers else "A coroutine metric"
             logger.warning(
-                "%s blocks the event loop: it calls an LM without awaiting it, so that everything else waits for the "
-                "answer. Await it (predictor.acall(...) instead of predictor(...)), or leave aforward out: then "
-                "rollouts run in threads.",
-                f"{type(callers[0]).__name__}.aforward" if callers else "A coroutine metric or tool",
-            )
+                "%s blocks the event loop: it calls an LM without awaiting it, and everything else waits for that. "
+                "Await predictor.acall(...), or leave aforward out: then rollouts run in threads.", name,
+            )  # fmt: skip
 
     def pace_in(self, program: Module) -> Module:
         """Pace the predictors' own LMs; gives ``program`` back."""

@@ -28,7 +28,7 @@ from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
 from dspy_flashevolve.engine.metric_calls import record_wasted_cost
 from dspy_flashevolve.engine.rollouts import Rollout
-from dspy_flashevolve.programs.building import BUILDS, PARSER_ERROR, StudentAdapter
+from dspy_flashevolve.programs.building import PARSER_ERROR, TRIES, StudentAdapter
 from dspy_flashevolve.programs.faults import LmCalls, raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.feedback import FaultyReply, fault_in
 from dspy_flashevolve.programs.lm import LanguageModels
@@ -194,7 +194,7 @@ class ProgramRunner:
 
     def _build(self, candidate: dict[str, str]) -> _ReadyProgram | Exception:
         try:
-            program = self.adapter.build_for_rollouts(candidate)
+            program = self.adapter.build_program(candidate, for_rollouts=True)
         except (SyntaxError, SystemError, CodeInterpreterError) as error:
             logger.warning("Candidate failed to build (%s); its rollouts score as failures.", error)
             return error
@@ -204,7 +204,7 @@ class ProgramRunner:
         modules: list[tuple[str, Any]] = list(program.named_sub_modules())
         return _ReadyProgram(program, [module.history for _, module in modules])
 
-    async def _run(self, program: Module, example: dspy.Example, calls: LmCalls, tries: int = BUILDS) -> _Outcome:
+    async def _run(self, program: Module, example: dspy.Example, calls: LmCalls, tries: int = TRIES) -> _Outcome:
         inputs: dict[str, Any] = {}
         trace: list[Any] = []
         with dspy.context(trace=trace):
