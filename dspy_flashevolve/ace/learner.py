@@ -18,7 +18,7 @@ from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.observe.statistics import Problem
-from dspy_flashevolve.programs.copies import isolated_copy
+from dspy_flashevolve.programs.building import copy_of
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
@@ -332,7 +332,7 @@ class Learner:
 
 def with_playbook(student: Module, names: Sequence[str], playbook: Playbook) -> Module:
     """Return a copy of a program with a playbook in the instructions of these predictors, and as an attribute."""
-    program = student.deepcopy()
+    program: Any = copy_of(student)
     predictors: list[tuple[str, Any]] = program.named_predictors()
     for name, predictor in predictors:
         if name in names:
@@ -362,7 +362,7 @@ def _attribute_of(program: Any) -> str:
 
 def _citing(student: Module, names: Sequence[str], citations: str) -> Module:
     """Return a copy of a program whose predictors name the bullets that they used, in one more output field."""
-    program = isolated_copy(student)
+    program = copy_of(student)
     predictors: list[tuple[str, Any]] = program.named_predictors()
     for name, predictor in predictors:
         if name in names:

@@ -19,7 +19,7 @@ from dspy_flashevolve.gepa.compilation import texts_of
 from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.gepa.options import adapter_of
 from dspy_flashevolve.gepa.settings import GepaSettings
-from dspy_flashevolve.programs.copies import isolated_copy
+from dspy_flashevolve.programs.building import copy_of
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.prices import rates_of
 from dspy_flashevolve.programs.program import ProgramRunner
@@ -125,7 +125,7 @@ def estimate(
     """
     size = min(settings.minibatch_size, len(trainset))
     examples = random.Random(settings.seed).sample(list(trainset), size)
-    student, reflection_lm = isolated_copy(student), _uncached(settings.reflection_lm)
+    student, reflection_lm = copy_of(student), _uncached(settings.reflection_lm)
     for predictor in student.predictors():
         predictor.set_lm(_uncached(predictor.lm))
     with dspy.context(lm=_uncached(dspy.settings.lm)):

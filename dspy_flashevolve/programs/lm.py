@@ -11,6 +11,7 @@ retried a rollout at a time.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ from dspy_flashevolve.programs.replies import ReplyInspection, inspecting_replie
 from dspy_flashevolve.programs.servers import BalancedLM, arguments_for
 from dspy_flashevolve.programs.usage import CountLate, completion_tokens_of, slot_here, tokens_of
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 PREFIX_CHARACTERS = 20_000
 """Characters of a prompt's first message by which requests with a common prefix are told: some 5,000 tokens, more than
@@ -88,6 +91,7 @@ class LanguageModels:
         self.folder, self.once, self.count = folder, once, count
         self.portal: LoopPortal | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
+        self._warned_of_blocking = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -125,6 +129,17 @@ class LanguageModels:
         """Return what makes an LM's calls; one that a program made itself, as a copy of another, is called alike."""
         _, pace = self._paced.get(id(lm)) or (lm, Pace(self, lm))
         return pace
+
+    def warn_of_blocking(self) -> None:
+        """Say, once, that something on the loop calls an LM without awaiting it."""
+        if not self._warned_of_blocking:
+            self._warned_of_blocking = True
+            callers: list[Any] = dspy.settings.caller_modules or []
+            name = f"{type(callers[0]).__name__}.aforward" if callers else "A coroutine metric"
+            logger.warning(
+                "%s blocks the event loop: it calls an LM without awaiting it, and everything else waits for that. "
+                "Await predictor.acall(...), or leave aforward out: then rollouts run in threads.", name,
+            )  # fmt: skip
 
     def pace_in(self, program: Module) -> Module:
         """Pace the predictors' own LMs; gives ``program`` back."""
@@ -210,6 +225,8 @@ class Pace:
         """
         portal, slot = self.models.portal, slot_here()
         if portal is None or not portal.may_block():
+            if portal is not None and portal.is_on_loop():
+                self.models.warn_of_blocking()
             with self._without_secrets():
                 return self.models.redaction.redact_known(make(lm, **self.first_target.arguments))
         request = _Request(self, call_arguments, slot, keeps=True)

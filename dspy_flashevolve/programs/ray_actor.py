@@ -14,13 +14,13 @@ from typing import Any
 import anyio
 import cloudpickle
 import dspy
-from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 
 from dspy_flashevolve.engine.errors import TransientError
 from dspy_flashevolve.engine.metric_calls import recording_rollout
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.slot import current_slot
 from dspy_flashevolve.programs.accounts import limits_folder
+from dspy_flashevolve.programs.building import StudentAdapter
 from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
@@ -113,7 +113,7 @@ class RolloutActor:
         return ""
 
     def _runner(self, student: Any, metric: Any, lock: bool, failure_score: float, finite: bool) -> ProgramRunner:
-        adapter = DspyAdapter(student, metric, feedback_map={}, failure_score=failure_score)
+        adapter = StudentAdapter(student, metric, feedback_map={}, failure_score=failure_score)
         scorer = Metric(metric, self._run.threads, lock)
         return ProgramRunner(adapter, scorer, self._run.threads, self._models, finite)
 

@@ -36,7 +36,6 @@ import anyio
 import cloudpickle
 import dspy
 from dspy.clients.cache import Cache
-from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.usage_tracker import UsageTracker
 
 from dspy_flashevolve.engine.endpoint import Endpoint
@@ -49,6 +48,7 @@ from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.slot import SLOT_SETTING, current_slot
 from dspy_flashevolve.programs.accounts import endpoint_of
+from dspy_flashevolve.programs.building import StudentAdapter
 from dspy_flashevolve.programs.lm import CACHED_SECONDS
 from dspy_flashevolve.programs.mistakes import Failure
 from dspy_flashevolve.programs.program import Attempt, MakeRollout
@@ -190,7 +190,7 @@ class Actors:
         self._shipped: list[Any] = []
         self._loss_errors: tuple[type[Exception], ...] = ()
 
-    def rollout_maker(self, adapter: DspyAdapter, metric_lock: bool, finite: bool = False) -> MakeRollout:
+    def rollout_maker(self, adapter: StudentAdapter, metric_lock: bool, finite: bool = False) -> MakeRollout:
         """What makes the rollouts of a program; before :meth:`opened`.
 
         Raises:
@@ -295,7 +295,7 @@ class Actors:
     async def _attempt(
         self,
         program: int,
-        adapter: DspyAdapter,
+        adapter: StudentAdapter,
         records: RolloutRecords,
         endpoint: Endpoint,
         candidate: dict[str, str],
