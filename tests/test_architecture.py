@@ -20,11 +20,11 @@ ALLOWED = {
     "sandbox": ({"engine", "sandbox"}, {"anyio", "dspy", "pydantic", "pydantic_core"}),
     "programs": (
         {"engine", "observe", "programs"},
-        {"anyio", "cloudpickle", "dspy", "gepa", "httpx", "litellm", "pydantic", "pydantic_core", "ray"},
+        {"anyio", "cloudpickle", "dspy", "gepa", "httpx", "litellm", "numpy", "pydantic", "pydantic_core", "ray"},
     ),
     "gepa": (
         {"engine", "modules", "observe", "programs", "gepa"},
-        {"anyio", "dspy", "gepa", "mlflow", "numpy", "pydantic"},
+        {"anyio", "cloudpickle", "dspy", "gepa", "mlflow", "numpy", "pydantic"},
     ),
     "ace": ({"engine", "modules", "observe", "programs", "ace"}, {"dspy", "numpy", "pydantic"}),
     "harness": (

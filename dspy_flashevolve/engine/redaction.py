@@ -1,13 +1,11 @@
 """Taking secrets out of what leaves the process: out of the replies and errors of LMs as they come in, so that nothing
-that is made of them holds any, and out of all that is written down; and files that nobody else may read."""
+that is made of them holds any, and out of all that is written down."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -150,11 +148,3 @@ def without_secrets(address: str) -> str:
         return address.rstrip("/")
     path = "/".join(REDACTED if len(segment) >= LONG_SEGMENT else segment for segment in parts.path.split("/"))
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}".rstrip("/")
-
-
-def make_private(directory: str | Path) -> None:
-    """Let nobody but the user read or write the files under a directory."""
-    for place, _, names in os.walk(directory):
-        for name in names:
-            with suppress(OSError):  # somebody may have moved it away, or own it
-                os.chmod(os.path.join(place, name), 0o600)
