@@ -63,6 +63,7 @@ ASSIGNED = {
     ("litellm", "suppress_debug_info"): "an option of litellm",
     ("state", "*"): "gepa's state: its own engine changes it so",
     ("merge", "*"): "gepa's merge keeps its counts in attributes",
+    ("record", "*"): "logging's way for a filter to change what is logged",
 }
 """What is assigned to objects of other modules -> why: (last name of the object, attribute or what setattr is given).
 All else is an object's own matter, or set when it is made: no hooks, no wiring afterwards."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from dspy_flashevolve.engine.errors import JournalError, attach_best_program, re
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.edits import EditProposer
 from dspy_flashevolve.gepa.options import IterationLog, adapter_of, build_parts, gepa_logger, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
@@ -38,7 +38,7 @@ from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 """gepa's own log lines, and what is told of every run, go where ``dspy.GEPA`` sends them: dspy shows them."""
 MUCH_DISCARDED = 0.5
 """Share of discarded children above which a run warns: most of its work was for nothing."""

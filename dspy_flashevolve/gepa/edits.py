@@ -7,7 +7,6 @@ stays as it is, word for word.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
@@ -17,10 +16,11 @@ from dspy.clients.errors import LMError
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from pydantic import BaseModel, Field, ValidationError
 
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.changes import Change
 from dspy_flashevolve.gepa.parts import REWORDED, Part, is_json, likeness, parts_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 MOST_MISSES = 100
 """Brackets at which no JSON begins, after which no further one of a reply is tried: each try may read all of it."""

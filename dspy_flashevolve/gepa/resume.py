@@ -7,7 +7,6 @@ What touches the pool runs in its writer.
 from __future__ import annotations
 
 import json
-import logging
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -22,6 +21,7 @@ from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.engine.staleness import POLICIES
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Pool, write_commits
@@ -31,7 +31,7 @@ from dspy_flashevolve.programs.checkpoint import CHECKPOINT, read_state
 from dspy_flashevolve.programs.fingerprints import plain_settings
 from dspy_flashevolve.programs.records import output_in
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 # gepa's checkpoint.
 

@@ -9,7 +9,6 @@ import ast
 import asyncio
 import difflib
 import json
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ import dspy
 from dspy.clients.errors import LMError
 from pydantic import BaseModel, Field
 
-logger = logging.getLogger(__name__)
+from dspy_flashevolve.engine.texts import logger_named
+
+logger = logger_named(__name__)
 
 ATTEMPTS = 2
 """A reply that cannot be read is asked for once more, as gepa asks for a reflection that raised."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import time
 import types
 from collections.abc import Callable, Coroutine, Generator
@@ -18,9 +17,10 @@ from dspy.utils.callback import BaseCallback
 from dspy.utils.dummies import DummyLM
 
 from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.tools import ToolCalls, is_blocking_tool, is_coroutine_tool, tools_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 T = TypeVar("T")
 CODE_MODULES = ("CodeAct", "Flex", "ProgramOfThought", "RLM")

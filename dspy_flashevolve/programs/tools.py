@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import logging
 from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any, cast
@@ -31,8 +30,9 @@ from dspy.primitives.module import Module
 from dspy.utils.callback import with_callbacks
 
 from dspy_flashevolve.engine.loop import LoopPortal, Threads
+from dspy_flashevolve.engine.texts import logger_named
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 
 def tools_of(program: Module) -> list[Any]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import pickle
+import stat
 import struct
 import subprocess
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -24,8 +29,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, RootModel
 
 from dspy_flashevolve import AsyncGEPA, ConfigurationError
-from tests.contract.surface import command
-from tests.fakes import Chain, digits, examples, reflection_lm, task_lm
+from tests.contract.surface import command, problems
+from tests.contract.test_meta_harness import search
+from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for, task_lm
 
 TRAIN, VAL = examples("t", 6), examples("v", 6)
 
@@ -38,10 +44,15 @@ def same_file(examples: int) -> Any:
 def compiled(directory: Path, calls: int = 40, student: Any = None, metric: Any = digits, **options: Any) -> Any:
     with dspy.context(lm=task_lm()):
         optimizer = AsyncGEPA(
-            metric, max_metric_calls=calls, reflection_lm=reflection_lm(), track_stats=True, log_dir=str(directory),
-            search="pareto", **options,
+            metric, max_metric_calls=calls, reflection_lm=options.pop("reflection_lm", None) or reflection_lm(),
+            track_stats=True, log_dir=str(directory), search="pareto", **options,
         )  # fmt: skip
         return optimizer.compile(student or Chain(), trainset=TRAIN, valset=VAL)
+
+
+def reflection_lm_that(writes: Callable[[int], str]) -> dspy.LM:
+    """Writes a text of a number that depends on the whole prompt."""
+    return fake_lm(lambda prompt: reply_for(prompt, new_instruction=writes(hashed(prompt) % 100_000)))
 
 
 # A checkpoint of gepa's, which is a pickle
@@ -437,3 +448,125 @@ def test_a_checkpoint_that_is_data_and_no_state_of_gepas_is_refused(tmp_path: Pa
     path.write_bytes(pickle.dumps({**pickle.loads(path.read_bytes()), **change}))
     with pytest.raises(ConfigurationError, match=r"gepa_state.bin"):
         compiled(tmp_path, 60)
+
+
+# Files that a run writes, and files that it finds
+
+
+def modes_in(directory: Path) -> dict[str, int]:
+    """Path -> mode of every file that is a file, and not a link to one."""
+    paths = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
+    return {str(path.relative_to(directory)): stat.S_IMODE(path.stat().st_mode) for path in paths}
+
+
+@pytest.fixture
+def open_mask() -> Iterator[None]:
+    """Whatever a process makes, everybody may read and write, unless it says otherwise."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_files_that_were_there_and_files_behind_links_stay_as_they_were(tmp_path: Path, open_mask: None) -> None:
+    """The folder of a project, in which a run writes: its programs go on working."""
+    outside, run = tmp_path / "outside", tmp_path / "project"
+    for folder in (outside, run / "bin", run / "generated_best_outputs_valset"):
+        folder.mkdir(parents=True)
+    for path, mode in ((outside / "python", 0o755), (outside / "notes", 0o644), (run / "bin" / "run.sh", 0o755)):
+        path.write_text(path.name)
+        path.chmod(mode)
+    (run / "bin" / "python").symlink_to(outside / "python")
+    (run / "linked").symlink_to(outside)
+    for name in ("candidates.json", "run_log.json.tmp", "gepa_state.bin.tmp", "journal.new", "candidate_tree.html"):
+        (run / name).symlink_to(outside / "notes")
+    before = {path: (path.read_text(), path.stat().st_mode) for path in (*outside.iterdir(), run / "bin" / "run.sh")}
+    assert len(compiled(run, 80, track_best_outputs=True).detailed_results.candidates) > 1
+    assert {path: (path.read_text(), path.stat().st_mode) for path in before} == before
+    assert set(outside.iterdir()) == {path for path in before if path.parent == outside}
+    ours = {name: mode for name, mode in modes_in(run).items() if not name.startswith("bin")}
+    assert set(ours.values()) == {0o600}, ours
+    assert {"candidates.json", "gepa_state.bin", "run_log.json", "candidate_tree.html", "journal.sqlite"} <= set(ours)
+
+
+def test_no_file_of_a_run_is_ever_open_to_others_in_a_folder_that_is(tmp_path: Path, open_mask: None) -> None:
+    """Not even between two checkpoints, and not SQLite's files either."""
+    seen: dict[str, set[int]] = {}
+
+    def look(*arguments: Any) -> Any:
+        for name, mode in modes_in(tmp_path).items():
+            seen.setdefault(name.split("/")[0], set()).add(mode)
+        return digits(*arguments)
+
+    compiled(tmp_path, 80, metric=look, track_best_outputs=True, schedule="lockstep")
+    assert {"journal.sqlite-wal", "journal.sqlite-shm", "gepa_state.bin", "generated_best_outputs_valset"} <= set(seen)
+    assert {name: modes for name, modes in seen.items() if modes != {0o600}} == {}
+
+
+def test_sources_scores_and_traces_of_harnesses_are_open_to_nobody(tmp_path: Path, open_mask: None) -> None:
+    search(log_dir=tmp_path, iterations=2)
+    modes = modes_in(tmp_path)
+    assert {"candidates/0000/source.py", "candidates/0000/scores.txt", "candidates/0000/traces/0.txt"} <= set(modes)
+    assert set(modes.values()) == {0o600}
+
+
+# Texts of others, where they are shown
+
+MARKUP = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \N{LEFT-TO-RIGHT MARK}"
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\N{RIGHT-TO-LEFT OVERRIDE}"
+
+
+def test_no_text_of_a_prompt_is_markup_in_a_page_of_the_run(tmp_path: Path) -> None:
+    """gepa's page holds texts in a script; ours holds them in HTML."""
+    compiled(tmp_path, 80, reflection_lm=reflection_lm_that(lambda number: f"{number} {MARKUP}"))
+    assert command("report", str(tmp_path), "-o", str(tmp_path / "report.html"))[0] == 0
+    for name in ("candidate_tree.html", "report.html"):
+        page = (tmp_path / name).read_text()
+        assert "alert(1)" in page
+        assert "<img" not in page
+        assert "<script>alert" not in page
+    tree = (tmp_path / "candidate_tree.html").read_text()
+    nodes = json.loads(tree.partition("const NODES = ")[2].partition(";\nconst DOT")[0])
+    texts = json.loads((tmp_path / "candidates.json").read_text())
+    assert [node["components"] for node in nodes] == texts
+    assert MARKUP in texts[1]["steps[0]"]
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_no_text_of_others_moves_the_cursor_of_a_log(
+    tmp_path: Path, schedule: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors of metrics and programs, and texts that a reflection has written."""
+
+    def metric(gold: Any, pred: Any, *rest: Any) -> Any:
+        if gold.question.endswith("1"):
+            raise ValueError(f"no score {ESCAPES}")
+        return digits(gold, pred, *rest)
+
+    monkeypatch.setattr(logging.getLogger("dspy"), "propagate", True)
+    reflecting = reflection_lm_that(lambda number: f"{number} {ESCAPES}")
+    with caplog.at_level(logging.DEBUG, "dspy.teleprompt.gepa.gepa"):
+        compiled(tmp_path, 60, metric=metric, schedule=schedule, reflection_lm=reflecting)
+    assert "no score" in caplog.text
+    assert "Proposed new text" in caplog.text
+    assert [line for line in caplog.messages if set(line) & set("\x1b\x07\x9b\r\N{RIGHT-TO-LEFT OVERRIDE}")] == []
+
+
+QUOTED = 'pass"word\\with-7\tquotes-é'
+
+
+def test_a_secret_is_found_however_json_spells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a text, in JSON as a tool's arguments are, in JSON within JSON, with and without escapes of other letters."""
+    monkeypatch.setenv("SOME_PASSWORD", QUOTED)
+    spellings = [QUOTED]
+    for ascii_only in (True, False, True):
+        spellings.append(json.dumps({"value": spellings[-1]}, ensure_ascii=ascii_only))
+
+    def leaking(gold: Any, pred: Any, *rest: Any) -> Any:
+        return dspy.Prediction(score=digits(gold, pred).score, feedback=" ".join(spellings))
+
+    compiled(tmp_path, metric=leaking)
+    written = b"".join(path.read_bytes() for path in tmp_path.glob("journal.sqlite*"))
+    assert b"[redacted]" in written
+    for part in (b"quotes-", b"with-7", b'pass"', b"pass\\"):
+        assert part not in written
+    assert problems(tmp_path) == []
