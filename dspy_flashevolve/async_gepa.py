@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.engine.steps import STEPS_TO_OVERLAP, pays_overlap
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.compilation import Best, Compilation, texts_of
 from dspy_flashevolve.gepa.estimate import Estimate, estimate
@@ -33,7 +33,7 @@ from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.run import with_compile_events
 from dspy_flashevolve.programs.settings import Schedule, check_counts, check_data, check_limits
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 
 # Teleprompter is named although GEPA is one: MLflow's autologging patches `compile` of Teleprompter.__subclasses__().

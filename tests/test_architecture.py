@@ -20,11 +20,11 @@ ALLOWED = {
     "sandbox": ({"engine", "sandbox"}, {"anyio", "dspy", "pydantic", "pydantic_core"}),
     "programs": (
         {"engine", "observe", "programs"},
-        {"anyio", "cloudpickle", "dspy", "gepa", "httpx", "litellm", "pydantic", "pydantic_core", "ray"},
+        {"anyio", "cloudpickle", "dspy", "gepa", "httpx", "litellm", "numpy", "pydantic", "pydantic_core", "ray"},
     ),
     "gepa": (
         {"engine", "modules", "observe", "programs", "gepa"},
-        {"anyio", "dspy", "gepa", "mlflow", "numpy", "pydantic"},
+        {"anyio", "cloudpickle", "dspy", "gepa", "mlflow", "numpy", "pydantic"},
     ),
     "ace": ({"engine", "modules", "observe", "programs", "ace"}, {"dspy", "numpy", "pydantic"}),
     "harness": (
@@ -64,6 +64,7 @@ ASSIGNED = {
     ("Reading", "*"): "a class made of one of dspy's adapters, in the function that makes it",
     ("state", "*"): "gepa's state: its own engine changes it so",
     ("merge", "*"): "gepa's merge keeps its counts in attributes",
+    ("record", "*"): "logging's way for a filter to change what is logged",
 }
 """What is assigned to objects of other modules -> why: (last name of the object, attribute or what setattr is given).
 All else is an object's own matter, or set when it is made: no hooks, no wiring afterwards."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,13 +16,14 @@ from dspy_flashevolve.ace.similarity import Embeddings, near_duplicates
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.observe.statistics import Problem
 from dspy_flashevolve.programs.building import copy_of
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 CITATIONS = "cited_bullets"
 """The output field that a program in training has beside its own; numbered where the program has one of that name."""

@@ -12,7 +12,6 @@ Source: ACE (arXiv 2510.04618) section 3; the queue of operations and staleness 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 import statistics
@@ -35,11 +34,12 @@ from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of, id_text
 from dspy_flashevolve.engine.staleness import Discard, Full, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, Load, NothingToDoError, Reservation, Step
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.modules.playbook import BulletMerging
 from dspy_flashevolve.observe.statistics import AceStats, Problem, RunStats, SnapshotRecord, WindowRecord
 from dspy_flashevolve.programs.run import DspyRun
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 LEARNING_SHARE = 0.75
 """Share of the slots that samples may take while a playbook is validated.

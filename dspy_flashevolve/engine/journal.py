@@ -30,6 +30,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from dspy_flashevolve.engine.errors import JournalError, RunDirectoryError
+from dspy_flashevolve.engine.files import open_private
 from dspy_flashevolve.engine.redaction import Redaction
 
 FILE = "journal.sqlite"
@@ -386,7 +387,7 @@ def _create(path: Path) -> None:
     unfinished.unlink(missing_ok=True)
     for rest in ("-wal", "-shm"):  # of a journal that was moved away: SQLite would read it as the new one's
         path.with_name(path.name + rest).unlink(missing_ok=True)
-    unfinished.touch(mode=0o600)  # which its companions take over
+    open(unfinished, "xb", opener=open_private).close()  # its companions have the same mode
     with _connected(unfinished) as connection:
         connection.execute("BEGIN IMMEDIATE")
         for statement in SCHEMA:

@@ -9,7 +9,6 @@ Everything here happens on the run's loop.
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from collections.abc import Callable
@@ -22,8 +21,9 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import EventBus, RequestTurnedAway
 from dspy_flashevolve.engine.loop import EARLY_SECONDS
 from dspy_flashevolve.engine.slot import Slot
+from dspy_flashevolve.engine.texts import logger_named
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 OUTAGE_SECONDS = 60.0
 """Default for how long a run waits for a provider that answers nothing. A limit a minute is over after that time, and

@@ -6,7 +6,6 @@ has from an interrupted run is not made again. Other requests (a reflection, a r
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Awaitable, Callable, Generator, Hashable
 from contextlib import contextmanager
@@ -26,8 +25,9 @@ from dspy_flashevolve.engine.retries import TrackedRequest
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler
 from dspy_flashevolve.engine.slot import Slot, current_slot
 from dspy_flashevolve.engine.steps import Reservation, Step
+from dspy_flashevolve.engine.texts import logger_named
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 T = TypeVar("T")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,14 +18,15 @@ from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
-from dspy_flashevolve.engine.errors import attach_best_program, report_hook
+from dspy_flashevolve.engine.errors import JournalError, attach_best_program, report_hook
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.edits import EditProposer, TextProposer
 from dspy_flashevolve.gepa.options import IterationLog, adapter_of, build_parts, gepa_logger, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.resume import check_checkpoint, tell_changes, written_out
+from dspy_flashevolve.gepa.resume import checkpoint_in, tell_changes, written_out
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.gepa.step import GepaLoop
 from dspy_flashevolve.gepa.unseen import expected_on_unseen
@@ -38,7 +38,7 @@ from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 """gepa's own log lines, and what is told of every run, go where ``dspy.GEPA`` sends them: dspy shows them."""
 MUCH_DISCARDED = 0.5
 """Share of discarded children above which a run warns: most of its work was for nothing."""
@@ -151,8 +151,7 @@ class Compilation:
         self._repairing: Module = settings.stale_candidate_reflection or StaleCandidateReflection()
         self._seed = texts_of(student)
         self._initial = [texts_of(program) for program in initial]
-        if settings.log_dir is not None:
-            check_checkpoint(settings.log_dir, settings.use_cloudpickle)
+        self._checkpoint = None if settings.log_dir is None else checkpoint_in(settings.log_dir, settings)
         parts = fingerprints_of(student, self._seed, self._trainset, self._valset, settings.metric_fn)
         lms = [dspy.settings.lm, settings.reflection_lm, *(predictor.lm for predictor in student.predictors())]
         each_once, arguments = settings.is_lockstep, written_out(arguments)
@@ -181,7 +180,7 @@ class Compilation:
         self._parts = build_parts(settings, self._valset, log)
         self.best = Best(settings, adapter, lambda: self._pool.state)
         data = self._seed, self._trainset, self._valset
-        self._pool = Pool(run, settings, self._parts, adapter, *data, log, self.best)
+        self._pool = Pool(run, settings, self._parts, adapter, *data, log, self.best, self._checkpoint)
         elsewhere = None if run.actors is None else run.actors.rollout_maker(adapter, settings.metric_lock)
         program = self._program = ProgramRunner(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
         policy = Full() if lockstep else self._usable_policy()
@@ -244,8 +243,8 @@ class Compilation:
             with anyio.CancelScope(shield=True):
                 try:
                     await pool.write(pool.fail, error)
-                except OSError as also:  # the first error is the one to tell
-                    logger.error("The checkpoint could not be written (%s); the one before it is as it was.", also)
+                except JournalError as also:  # the first error is the one to tell
+                    logger.error("%s", also)
             raise
         finally:
             pool.close()

@@ -6,7 +6,6 @@ stays as it is, word for word.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,12 +18,13 @@ from dspy.teleprompt.gepa.instruction_proposal import (
 from dspy.utils.exceptions import AdapterParseError
 from pydantic import ValidationError
 
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.changes import Edit, EditedText
 from dspy_flashevolve.gepa.parts import is_json, parts_of
 from dspy_flashevolve.modules.reading import asked, result_of, text_in
 from dspy_flashevolve.programs.replies import CutOffReplyError, recording_cut_off_replies
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 MOST_UNREADABLE = 3
 """Replies in a row that held no edit, after which whole texts are asked for at once. One unreadable reply costs one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError
 from dspy_flashevolve.engine.steps import End, EndKind, Step
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.compilation import texts_of
 from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.gepa.options import adapter_of
@@ -26,7 +26,7 @@ from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.usage import calls_of, cost_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,11 +38,12 @@ from gepa.strategies.proposal_selection import AllImprovements
 from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper, NoImprovementStopper
 
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.gepa.tracker import Tracker
 from dspy_flashevolve.programs.building import StudentAdapter
 
-gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
+gepa_logger = logger_named("dspy.teleprompt.gepa.gepa")
 """dspy.GEPA's: what the run says, and what each iteration does."""
 REFUSED = {
     "seed_candidate": "it is read from the student that compile() gets",

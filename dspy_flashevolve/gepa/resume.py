@@ -7,7 +7,6 @@ What touches the pool runs in its writer.
 from __future__ import annotations
 
 import json
-import logging
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -22,43 +21,42 @@ from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.engine.staleness import POLICIES
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Pool, write_commits
 from dspy_flashevolve.gepa.records import Crossover, Selected
-from dspy_flashevolve.gepa.settings import Edits
-from dspy_flashevolve.programs.checkpoint import DataUnpickler
+from dspy_flashevolve.gepa.settings import Edits, GepaSettings
+from dspy_flashevolve.programs.checkpoint import CHECKPOINT, read_state
 from dspy_flashevolve.programs.fingerprints import plain_settings
 from dspy_flashevolve.programs.records import output_in
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 # gepa's checkpoint.
 
 
-def check_checkpoint(directory: str, runs_code: bool) -> None:
-    """Look whether gepa's checkpoint in a directory, where there is one, can be read without running what is in it.
-
-    Args:
-        runs_code: what it holds may run, as it must where cloudpickle wrote classes or functions into it.
+def checkpoint_in(directory: str, settings: GepaSettings) -> GEPAState[Any, Any] | None:
+    """Read gepa's checkpoint in a directory; None where there is none.
 
     Raises:
-        RunDirectoryError: it cannot.
+        RunDirectoryError: it cannot be read, or was made with another frontier.
     """
-    path = Path(directory) / "gepa_state.bin"
+    path = Path(directory) / CHECKPOINT
     if not path.exists():
-        return
+        return None
     try:
-        if not runs_code:
-            with path.open("rb") as file:
-                DataUnpickler(file).load()
-        GEPAState[Any, Any].load(directory)
-    except Exception as error:
-        why = str(error) if isinstance(error, RunDirectoryError) else f"{type(error).__name__}: {error}; it is damaged"
+        state = read_state(path, settings.use_cloudpickle)
+    except RunDirectoryError as error:
         raise RunDirectoryError(
-            f"{path} cannot be read: {why}. Put a copy of it back, give another log_dir, or move it and journal.sqlite "
-            "away to begin anew."
+            f"{error} Put a copy of it back, give another log_dir, or move it and journal.sqlite away to begin anew."
         ) from error
+    if state.frontier_type != settings.frontier_type:
+        raise RunDirectoryError(
+            f"frontier_type is {settings.frontier_type!r}, and {path} was made with {state.frontier_type!r}. Pass "
+            "that, or give another log_dir."
+        )
+    return state
 
 
 def written_out(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +260,8 @@ def _commit_again(journal: RunJournal, pool: Pool, row: Any, ids: Mapping[str, A
         list(parents),
         dict(journal.texts[row["candidate"]]),
         ValsetEvaluation[Any, Any](outputs, scores, objectives),
-        pool.run_dir,
+        None,
         pool.state.total_num_evals,
     )
+    pool.write_best_outputs()
     pool.best.on_valset_evaluated({"candidate_idx": len(pool.state.program_candidates) - 1})

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -29,6 +28,7 @@ from dspy_flashevolve.engine.errors import (
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step, StepEnded
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in, sources_in
 from dspy_flashevolve.harness.evaluating import FEW_LESSONS, Evaluations, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
@@ -46,7 +46,7 @@ from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.usage import COUNTED_BY, tokens_of
 from dspy_flashevolve.sandbox.contract import CodeSandbox
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 T = TypeVar("T")
 SMOKE_EXAMPLES = 3
 """Examples of a check: enough that one hard example does not fail a candidate, few beside a validation set."""

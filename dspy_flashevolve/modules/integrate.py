@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import difflib
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ import dspy
 from dspy.clients.errors import LMError
 from pydantic import BaseModel, Field
 
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.modules.reading import asked, result_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 ATTEMPTS = 2
 """A reply that cannot be read is asked for once more, as gepa asks for a reflection that raised."""

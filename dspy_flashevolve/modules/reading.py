@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import re
 from collections.abc import Coroutine, Iterator, Mapping
 from functools import cache
@@ -22,7 +21,9 @@ from dspy.adapters.utils import apply_output_field_defaults
 from dspy.utils.exceptions import AdapterParseError
 from pydantic import BaseModel, ValidationError
 
-logger = logging.getLogger(__name__)
+from dspy_flashevolve.engine.texts import logger_named
+
+logger = logger_named(__name__)
 
 T = TypeVar("T")
 

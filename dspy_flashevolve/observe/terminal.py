@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.texts import printable
 from dspy_flashevolve.observe.analysis import RequestTotals, RunTotals, family_tree, totals_of
 from dspy_flashevolve.observe.formatting import (
     UNKNOWN,
@@ -16,7 +17,6 @@ from dspy_flashevolve.observe.formatting import (
     format_score,
     format_standing,
     format_table,
-    printable,
     time_left,
 )
 from dspy_flashevolve.observe.history import Candidate, History

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import logging
 import os
 import re
 import tokenize
@@ -25,9 +24,10 @@ from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.values import is_readable
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 SOURCE = "source of the "
 """Beginning of the names of parts that may change while a run goes on, of which the user is told."""

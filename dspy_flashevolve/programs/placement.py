@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from typing import Any
 
 import dspy
@@ -13,9 +12,10 @@ from dspy.primitives.module import Module
 from dspy.utils.dummies import DummyLM
 
 from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.tools import is_blocking_tool, is_coroutine_tool, tools_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 CODE_MODULES = ("CodeAct", "Flex", "ProgramOfThought", "RLM")
 """dspy's modules that run code in an interpreter and wait for it."""

@@ -8,7 +8,6 @@ make of it inside dspy.GEPA, one example at a time. The one difference: an error
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Generator
@@ -28,6 +27,7 @@ from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
 from dspy_flashevolve.engine.metric_calls import record_wasted_cost
 from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.building import PARSER_ERROR, TRIES, StudentAdapter
 from dspy_flashevolve.programs.faults import LmCalls, raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.feedback import FaultyReply, fault_in
@@ -40,7 +40,7 @@ from dspy_flashevolve.programs.reflection import ReflectionRunner
 from dspy_flashevolve.programs.tools import ToolCalls
 from dspy_flashevolve.programs.usage import cost_of, counting_usage, tokens_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 MAX_READY = 64
 """Programs that are kept ready; older ones are built again when they are needed. A round number, above the 48 steps

@@ -47,6 +47,7 @@ from dspy_flashevolve.engine.retries import TrackedRequest
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.slot import SLOT_SETTING, current_slot
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.accounts import endpoint_of
 from dspy_flashevolve.programs.building import StudentAdapter
 from dspy_flashevolve.programs.lm import CACHED_SECONDS
@@ -56,7 +57,7 @@ from dspy_flashevolve.programs.ray_actor import RolloutActor, RolloutAnswer, Sig
 from dspy_flashevolve.programs.records import RolloutRecords
 from dspy_flashevolve.programs.usage import COUNTED_BY, completion_tokens_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 DEATHS = 3
 """A rollout whose process has died so often is a failure: the first time may be the node's or a neighbour's doing, the

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from gepa.core.adapter import EvaluationBatch
 from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import FlashEvolveError, hook_that_raised
 from dspy_flashevolve.engine.loop import LoopPortal, Threads
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.faults import is_out_of_context, raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.feedback import (
     Question,
@@ -43,7 +43,7 @@ from dspy_flashevolve.programs.placement import answers_asynchronously, has_own_
 from dspy_flashevolve.programs.replies import CutOffReplyError
 from dspy_flashevolve.programs.usage import cost_of, counting_for_run, counting_usage, tokens_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 T = TypeVar("T")
 ReflectiveDataset = Mapping[str, Sequence[Mapping[str, Any]]]

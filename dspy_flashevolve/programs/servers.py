@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from dspy.utils.exceptions import is_retryable_lm_error
 
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.faults import DSPYS_ACALL, DSPYS_CALL
 
 READ_SECONDS = 5.0
@@ -27,7 +27,7 @@ MAX_FAILURES = 10
 may restart its endpoint for ten seconds. A round number; without gauges, limits adapt by what requests come to."""
 _SAMPLE = re.compile(r"^vllm:(\w+)(?:\{.*\})? ([^\s]+)", re.MULTILINE)
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 _SETTINGS = {"api_base", "api_key", "rpm", "tpm"}
 _TURNS = itertools.count()
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import logging
 from functools import cache
 from typing import Any, cast
 
@@ -30,8 +29,9 @@ from dspy.primitives.module import Module
 from dspy.utils.callback import with_callbacks
 
 from dspy_flashevolve.engine.loop import LoopPortal, Threads
+from dspy_flashevolve.engine.texts import logger_named
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 
 _call: Any = getattr(Tool.__call__, "__wrapped__", Tool.__call__)

@@ -23,6 +23,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property
+from types import ModuleType
 from typing import Any, TypeVar, cast
 from uuid import UUID
 
@@ -219,16 +220,34 @@ def _read_prediction(data: list[Any]) -> dspy.Prediction:
 
 
 def _read_model(data: list[Any]) -> BaseModel:
-    module, qualified, values, set_fields, extra, private = data
-    kind = _class_named(module, qualified, BaseModel)
-    values = decode(values)
-    if values.keys() - kind.model_fields.keys():
-        raise InexactError(f"{module}.{qualified} has other fields now")
-    model = object.__new__(kind)
-    state = {"__dict__": values, "__pydantic_fields_set__": decode(set_fields)}
-    state |= {"__pydantic_extra__": decode(extra), "__pydantic_private__": decode(private)}
-    BaseModel.__setstate__(model, state)
+    module, qualified, *state = data
+    model = object.__new__(_class_named(module, qualified, BaseModel))
+    fill_model(model, *map(decode, state))
     return model
+
+
+def fill_model(
+    model: BaseModel,
+    values: dict[str, Any],
+    set_fields: set[str],
+    extra: dict[str, Any] | None,
+    private: dict[str, Any] | None,
+) -> None:
+    """Give a model its state, without its validators.
+
+    Args:
+        model: made by ``object.__new__``.
+        values: of its fields.
+        set_fields: names of those that were set.
+        extra, private: what it holds beside them.
+
+    Raises:
+        InexactError: it has other fields.
+    """
+    if values.keys() - type(model).model_fields.keys():
+        raise InexactError(f"{type(model).__module__}.{type(model).__qualname__} has other fields now")
+    state = {"__dict__": values, "__pydantic_fields_set__": set_fields}
+    BaseModel.__setstate__(model, state | {"__pydantic_extra__": extra, "__pydantic_private__": private})
 
 
 def _read_dataclass(data: list[Any]) -> Any:
@@ -237,9 +256,20 @@ def _read_dataclass(data: list[Any]) -> Any:
     if not is_dataclass(kind) or values.keys() != {field.name for field in fields(kind)}:
         raise InexactError(f"{module}.{qualified} has other fields now")
     result = object.__new__(kind)
-    for name, item in values.items():
-        object.__setattr__(result, name, decode(item))
+    fill_dataclass(result, _decode_items(values))
     return result
+
+
+def fill_dataclass(target: Any, values: dict[str, Any]) -> None:
+    """Give an object of a dataclass, made by ``object.__new__``, its fields.
+
+    Raises:
+        InexactError: it has other fields.
+    """
+    if values.keys() - {field.name for field in fields(target)}:
+        raise InexactError(f"{type(target).__module__}.{type(target).__qualname__} has other fields now")
+    for name, value in values.items():
+        object.__setattr__(target, name, value)
 
 
 def _read_named_tuple(data: list[Any]) -> Any:
@@ -291,14 +321,23 @@ def _name(kind: type, base: type) -> tuple[str, str]:
 
 
 def _class_named(module: str, qualified: str, base: T) -> T:
-    """Find a class that the program has imported already; nothing is imported by a name that stands in a file.
+    """Find a class that the program has imported already.
 
     Raises:
         InexactError: there is none of this name, or it is no subclass of ``base``.
     """
-    held: Any = sys.modules.get(module)
-    for part in qualified.split("."):
-        held = getattr(held, part, None)
+    held = imported(module, qualified)
     if not isinstance(held, type) or not issubclass(held, base):
         raise InexactError(f"no {base.__name__} {module}.{qualified} is imported")
     return cast(T, held)
+
+
+def imported(module: str, qualified: str) -> Any:
+    """Find what a name in a file stands for; None where nothing of that name is imported.
+
+    Nothing is imported by it, and no code runs: a module may import, or do anything, where it is asked for a name.
+    """
+    held: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        held = vars(held).get(part) if isinstance(held, ModuleType | type) else None
+    return held

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import os
 import signal
@@ -25,6 +24,7 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictFloat, StrictInt, 
 
 import dspy_flashevolve
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.sandbox.confinement import LAYERS, Layers
 from dspy_flashevolve.sandbox.contract import (
     HEADER,
@@ -43,7 +43,7 @@ from dspy_flashevolve.sandbox.contract import (
     encode,
 )
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 _ROOT = str(Path(dspy_flashevolve.__file__).parent.parent)
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
