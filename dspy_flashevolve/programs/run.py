@@ -204,9 +204,10 @@ class DspyRun(EvolutionRun):
             RunAbortedError: the provider refused for good.
         """
         copy = self.models.pace_in(module if is_fresh else copy_of(module))
-        is_on_loop = runs_on_loop(copy)
-        ToolCalls(self.threads).prepare(copy)
         asks = self.dspy_settings.get("lm") if lm is None else self.pace(lm)
+        with dspy.context(lm=asks):
+            is_on_loop = runs_on_loop(copy)
+        ToolCalls(self.threads).prepare(copy)
 
         async def call() -> ModuleReply[T]:
             answer: T | None = None
