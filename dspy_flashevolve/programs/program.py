@@ -153,6 +153,10 @@ class ProgramRunner:
         self.mistakes = Mistakes(of_code=self._flex)
         self.reflection = ReflectionRunner(adapter, metric, threads, self.mistakes)
 
+    def program(self, candidate: dict[str, str]) -> Any:
+        """Return a new program with a candidate's texts, for the user; the rest is as in its rollouts."""
+        return self.adapter.build_program(candidate)
+
     @property
     def interruptible(self) -> bool:
         """Whether a rollout that has begun can be given up: one on the loop can, one in a thread cannot."""
