@@ -20,7 +20,7 @@ from benchmarks.methods import Workload
 from benchmarks.workloads.definition import NamedWorkload, text_of
 from benchmarks.workloads.house_rules import SimMeter
 from dspy_flashevolve.sim import HouseRules, ReplyModel, SimServer
-from dspy_flashevolve.sim.reply_model import Choices
+from dspy_flashevolve.sim.choices import Choices
 from dspy_flashevolve.sim.task import feedback_on
 from dspy_flashevolve.sim.words import Rule, words_present
 

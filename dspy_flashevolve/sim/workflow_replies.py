@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dspy_flashevolve.sim.reply_model import Choices
+from dspy_flashevolve.sim.choices import Choices
 
 FLAWS = 0.5
 """Probability that a step is written with a flaw. Not measured: large, so that a workflow of three steps has some."""

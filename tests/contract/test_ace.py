@@ -19,8 +19,9 @@ from dspy.utils.exceptions import LMAuthError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.models import REPLY_MODELS
 from dspy_flashevolve import AsyncACE, ConfigurationError, DataError, Playbook, Reflective, RunAbortedError
-from dspy_flashevolve.sim import PROFILES, REPLY_MODELS, HouseRules
+from dspy_flashevolve.sim import PROFILES, HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import left_threads, steps_of
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dspy_flashevolve.sim.reply_model import Choices
+from dspy_flashevolve.sim.choices import Choices
 from dspy_flashevolve.sim.workflow_replies import FLAWS, workflow_fields
 
 RIGHT = {"find": 'find = find_city(name="Oslo")', "now": 'now = weather(city_id=find["id"])'}

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dspy_flashevolve.sim.lineage import Descent, Lineage, quantile
-from dspy_flashevolve.sim.reply_model import Choices
+from benchmarks.models.lineage import Descent, Lineage, quantile
+from dspy_flashevolve.sim.choices import Choices
 from dspy_flashevolve.sim.words import STATEMENT, WORDINGS, rules_in
 
 _ADJECTIVES = """

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dspy_flashevolve.sim.reply_model import Choices, ReplyModel, useless_sentence
+from dspy_flashevolve.sim.choices import Choices
+from dspy_flashevolve.sim.replies import ReplyModel, useless_sentence
 from dspy_flashevolve.sim.words import Rule, harmful_sentences, instructed_words, rules_in, words_present
 
 CITATIONS = "cited_bullets"
