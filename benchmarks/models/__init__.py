@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from benchmarks.models.harness_replies import harness_fields, is_tool_call
 from benchmarks.models.lineage import GPT_CLASS, QWEN3_8B, Lineage
-from benchmarks.models.playbook_replies import CITATIONS, citations, curate, merge, reflect
+from benchmarks.models.playbook_replies import CITATIONS, citations, curate, reflect
 from benchmarks.models.sloppy import formed, formed_reply, formed_verdicts, sloppy_form
 from benchmarks.models.structured import consolidated, edits, patched, rewritten, statements
 from dspy_flashevolve.sim import replies
@@ -25,7 +25,7 @@ __all__ = ["DEFAULT_MODEL", "REPLY_MODELS", "ImitatingModel", "reply_model_named
 CHARACTERS_A_TOKEN = 4
 _WRITTEN = ("reflection", "integration", "consolidation")
 """Kinds of prompts whose replies are texts for a prompt, as long as the model writes them where it has a lineage."""
-_PLAYBOOK_REPLIES = {"sample_reflection": reflect, "curation": curate, "merging": merge}
+_PLAYBOOK_REPLIES = {"sample_reflection": reflect, "curation": curate}
 """Kind of prompt -> the function that writes the fields of its reply."""
 
 

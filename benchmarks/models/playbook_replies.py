@@ -71,12 +71,6 @@ def curate(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> di
     return {"operations": json.dumps(operations)}
 
 
-def merge(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> dict[str, str]:
-    """Return the texts of similar bullets, each once."""
-    del model, choices
-    return {"content": " ".join(dict.fromkeys(text for _, text in _BULLET.findall(inputs["similar_bullets"])))}
-
-
 def _contradicts(rule: Rule, bullets: list[tuple[str, Rule]], model: ReplyModel, choices: Choices) -> bool:
     """Return whether the curator notices that a bullet holds the rule's rival."""
     pairs = {(other.number + 1) // 2 for _, other in bullets if other.word != rule.word}

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.models import ImitatingModel
 from benchmarks.models.playbook_replies import CITATIONS
 from dspy_flashevolve.ace.operations import Add, Remove, parse_operations, parse_tags
-from dspy_flashevolve.ace.playbook import Playbook, attached, line_of
-from dspy_flashevolve.modules.playbook import BulletMerging, PlaybookCuration, SampleReflection
+from dspy_flashevolve.ace.playbook import Playbook, attached
+from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from dspy_flashevolve.sim.words import USELESS_SENTENCES, WORDS, Rule, words_present
 
@@ -71,11 +71,6 @@ def test_of_two_rules_that_contradict_each_other_the_second_is_not_added() -> No
     book = Playbook().adding("other", str(RULES[0]))
     assert curated(str(RULES[1]), book, model={"rivals": True}) == []
     assert len(curated(str(RULES[1]), book)) == 1
-
-
-def test_similar_bullets_are_merged_into_their_texts() -> None:
-    lines = "\n".join(map(line_of, BOOK.bullets[:2]))
-    assert asked(BulletMerging(), "merging", similar_bullets=lines).content == f"{RULES[0]} {RULES[1]}"
 
 
 @ADAPTERS
