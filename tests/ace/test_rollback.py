@@ -63,7 +63,7 @@ def texts(program: Any) -> list[str]:
     return [bullet.content for bullet in program.playbook.bullets]
 
 
-LESSONS = ["good one", "bad one", "indifferent", "", "good two"]
+LESSONS = ["good one", "bad one", "indifferent", "", "", "good two"]
 
 
 def test_what_is_learnt_later_builds_on_the_best_validated_playbook() -> None:
