@@ -27,7 +27,7 @@ from benchmarks.workloads.rows import VARIABLE, data_folder
 from dspy_flashevolve.gepa.changes import Weave, changes_between
 from dspy_flashevolve.gepa.parts import Part, face_of, is_item, is_worded_as, level_of, parts_of
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.choices import Choices
+from dspy_flashevolve.sim.words import Choices
 
 FILE = "lineages/pairs.jsonl.gz"
 CLASSES: dict[str, Callable[[str], bool]] = {

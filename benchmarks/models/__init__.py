@@ -15,10 +15,9 @@ from benchmarks.models.playbook_replies import CITATIONS, citations, curate, ref
 from benchmarks.models.sloppy import formed, formed_reply, formed_verdicts, sloppy_form
 from benchmarks.models.structured import consolidated, edits, patched, rewritten, statements
 from dspy_flashevolve.sim import replies
-from dspy_flashevolve.sim.choices import Choices
 from dspy_flashevolve.sim.prompts import ChatRequest
 from dspy_flashevolve.sim.replies import DEFAULT_MODEL, ReplyModel, written
-from dspy_flashevolve.sim.words import FILLER_OPENING, Rule
+from dspy_flashevolve.sim.words import FILLER_OPENING, Choices, Rule
 
 __all__ = ["DEFAULT_MODEL", "REPLY_MODELS", "ImitatingModel", "reply_model_named"]
 

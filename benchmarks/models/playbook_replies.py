@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dspy_flashevolve.sim.choices import Choices
 from dspy_flashevolve.sim.replies import ReplyModel, useless_sentence
-from dspy_flashevolve.sim.words import Rule, harmful_sentences, instructed_words, rules_in, words_present
+from dspy_flashevolve.sim.words import Choices, Rule, harmful_sentences, instructed_words, rules_in, words_present
 
 CITATIONS = "cited_bullets"
 """The output field in which a program in training names the bullets that it used."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dspy_flashevolve.sim.choices import Choices
+from dspy_flashevolve.sim.words import Choices
 
 TEXT_FORMS = ("prose", "fences", "unchanged", "cut", "empty", "refusal")
 """Forms of any reply: words around the text, code fences around it, the old text as it was, the reply's first half,

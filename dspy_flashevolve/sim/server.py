@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from dspy_flashevolve.sim import answers
-from dspy_flashevolve.sim.batching import Load
+from dspy_flashevolve.sim.answers import damage, refuse, retry_headers
+from dspy_flashevolve.sim.batching import BatchDriver, Generation, Load
 from dspy_flashevolve.sim.counters import Counters, ServerStats, prometheus_text
-from dspy_flashevolve.sim.driver import BatchDriver, Generation
 from dspy_flashevolve.sim.faults import BODY_KINDS, Fault, Faults
-from dspy_flashevolve.sim.injection import damage, refuse, retry_headers
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B, Profile
 from dspy_flashevolve.sim.prompts import BadRequest, ChatRequest, parse_chat_request
 from dspy_flashevolve.sim.quota import Quota, QuotaCounter

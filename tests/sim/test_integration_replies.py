@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from dspy_flashevolve.engine.staleness import StaleChild
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.sim import HouseRules, ReplyModel
-from dspy_flashevolve.sim.choices import Choices
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import parse_chat_request
 from dspy_flashevolve.sim.replies import reply_to
-from dspy_flashevolve.sim.words import WORDS, Rule, rules_in, words_present
+from dspy_flashevolve.sim.words import WORDS, Choices, Rule, rules_in, words_present
 from tests.fakes import fake_lm
 
 RULES = [Rule(number, word) for number, word in enumerate(WORDS[:20], start=1)]

@@ -9,7 +9,6 @@ from statistics import mean, median
 import pytest
 
 from dspy_flashevolve.gepa.changes import changes_between
-from dspy_flashevolve.sim.choices import Choices
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import ChatRequest, parse_chat_request
 from dspy_flashevolve.sim.replies import ReplyModel, reply_to
@@ -19,6 +18,7 @@ from dspy_flashevolve.sim.words import (
     FILLER_SENTENCES,
     USELESS_SENTENCES,
     WORDS,
+    Choices,
     Rule,
     instructed_words,
     rules_in,

@@ -13,7 +13,6 @@ import dspy
 import pytest
 
 from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, ReplyModel
-from dspy_flashevolve.sim.choices import Choices
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import parse_chat_request
 from dspy_flashevolve.sim.replies import Repeats, reply_model_named, reply_to
@@ -24,6 +23,7 @@ from dspy_flashevolve.sim.words import (
     USELESS_SENTENCES,
     WORDINGS,
     WORDS,
+    Choices,
     Rule,
     harmful_sentences,
     rules_in,

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from benchmarks.models import ImitatingModel
 from benchmarks.models.harness_replies import harness_fields
-from dspy_flashevolve.sim.choices import Choices
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import ChatRequest, OutputField, parse_chat_request
 from dspy_flashevolve.sim.replies import reply_to
-from dspy_flashevolve.sim.words import rules_in
+from dspy_flashevolve.sim.words import Choices, rules_in
 
 FAITHFUL = ImitatingModel(forgets=0, useless=0)
 SOURCE = """class Seed(dspy.Module):

@@ -19,12 +19,11 @@ from dspy_flashevolve.gepa.edits import EditProposer, edited, edits_in, numbered
 from dspy_flashevolve.gepa.parts import parts_of
 from dspy_flashevolve.modules.consolidate import Consolidation
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.choices import Choices
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import parse_chat_request
 from dspy_flashevolve.sim.replies import reply_to
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from dspy_flashevolve.sim.words import HARMFUL_SENTENCES, USELESS_SENTENCES, rules_in
+from dspy_flashevolve.sim.words import HARMFUL_SENTENCES, USELESS_SENTENCES, Choices, rules_in
 
 STRONG = REPLY_MODELS["strong"]
 TASK = HouseRules(reply_model=STRONG)
