@@ -21,11 +21,11 @@ from typing import Any
 import dspy
 
 from benchmarks.methods import Limits, Method, Workload
+from benchmarks.models import DEFAULT_MODEL
 from benchmarks.trajectory import Point, Recorder, Spent, Trajectory
 from benchmarks.variants import ADAPTIVE_START
 from dspy_flashevolve import AsyncGEPA, AsyncStats
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL
 from dspy_flashevolve.sim.task import OUTPUTS
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 

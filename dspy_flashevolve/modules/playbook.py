@@ -56,15 +56,6 @@ class CuratePlaybook(dspy.Signature):
     )
 
 
-class MergeBullets(dspy.Signature):
-    """These bullets of a playbook say nearly the same. Write one bullet in their place.
-
-    Keep every rule, number, condition and exception that one of them has; leave out what is repeated. Be brief."""
-
-    similar_bullets: str = dspy.InputField(desc="A bullet a line: id, how often it helped and harmed, text.")
-    content: str = dspy.OutputField(desc="The text of the one bullet, without id and counters.")
-
-
 class _RetryingPredict(dspy.Module):
     """A predictor that is asked again when its reply cannot be parsed.
 
@@ -121,13 +112,3 @@ class PlaybookCuration(_RetryingPredict):
 
     def __init__(self) -> None:
         super().__init__(CuratePlaybook, "operations")
-
-
-class BulletMerging(_RetryingPredict):
-    """Writes one bullet in the place of several that nearly say the same.
-
-    Input: ``similar_bullets``. Output: ``content``, text.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(MergeBullets, "content")

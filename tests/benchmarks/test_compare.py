@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from benchmarks import compare
+from benchmarks.combee import CombeeReflection
 from benchmarks.methods import Limits, async_options, method
 from benchmarks.results import commit
 from benchmarks.runs import Row
 from benchmarks.tasks import TASKS, task_kind
 from benchmarks.trajectory import Point, Trajectory
 from benchmarks.virtual import Setting, VirtualRun, run_virtually
-from dspy_flashevolve import AsyncGEPA, CombeeReflection, Guarded
+from dspy_flashevolve import AsyncGEPA, Guarded
 from dspy_flashevolve.engine.events import Committed
 
 SMALL = Setting(train=12, val=12)

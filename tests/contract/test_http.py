@@ -8,8 +8,9 @@ from typing import Any
 import dspy
 import pytest
 
+from benchmarks.models import REPLY_MODELS
 from dspy_flashevolve import AsyncACE, AsyncGEPA, Reflective
-from dspy_flashevolve.sim import REPLY_MODELS, Faults, HouseRules, SimServer
+from dspy_flashevolve.sim import Faults, HouseRules, SimServer
 from tests.contract.surface import check_ends, check_winner
 
 TASK = HouseRules(rules=12, rules_per_example=4, seed=0, reply_model=REPLY_MODELS["obliging"])

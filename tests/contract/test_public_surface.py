@@ -35,7 +35,6 @@ EXPORTED = {
     "AsyncGEPAResult",
     "AsyncMetaHarness",
     "AsyncStats",
-    "CombeeReflection",
     "ConfigurationError",
     "DataError",
     "DspyRun",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dspy_flashevolve.sim.reply_model import Choices, ReplyModel
+from dspy_flashevolve.sim.words import Choices
 
 TEXT_FORMS = ("prose", "fences", "unchanged", "cut", "empty", "refusal")
 """Forms of any reply: words around the text, code fences around it, the old text as it was, the reply's first half,
@@ -21,15 +21,15 @@ VERDICT_FORMS = (
 REFUSAL = "I'm sorry, but I can't help with that."
 
 
-def sloppy_form(model: ReplyModel, choices: Choices, verdicts: bool) -> str | None:
+def sloppy_form(share: float, choices: Choices, verdicts: bool) -> str | None:
     """Draw the form of a reply; `None` for the form that was asked for.
 
     Args:
-        model: How often it is sloppy.
+        share: Probability that the form is not the one that was asked for.
         choices: The random choices of this request.
         verdicts: Whether the reply has any.
     """
-    if choices.uniform("sloppy") >= model.sloppy:
+    if choices.uniform("sloppy") >= share:
         return None
     forms = TEXT_FORMS + VERDICT_FORMS if verdicts else TEXT_FORMS
     return forms[choices.index("sloppy form", len(forms))]

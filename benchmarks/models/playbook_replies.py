@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dspy_flashevolve.sim.reply_model import Choices, ReplyModel, useless_sentence
-from dspy_flashevolve.sim.words import Rule, harmful_sentences, instructed_words, rules_in, words_present
+from dspy_flashevolve.sim.replies import ReplyModel, useless_sentence
+from dspy_flashevolve.sim.words import Choices, Rule, harmful_sentences, instructed_words, rules_in, words_present
 
 CITATIONS = "cited_bullets"
 """The output field in which a program in training names the bullets that it used."""
@@ -68,12 +68,6 @@ def curate(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> di
     if bullets and choices.uniform("forget") < model.forgets:
         operations.append({"type": "REMOVE", "id": bullets[choices.index("forget which", len(bullets))][0]})
     return {"operations": json.dumps(operations)}
-
-
-def merge(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> dict[str, str]:
-    """Return the texts of similar bullets, each once."""
-    del model, choices
-    return {"content": " ".join(dict.fromkeys(text for _, text in _BULLET.findall(inputs["similar_bullets"])))}
 
 
 def _contradicts(rule: Rule, bullets: list[tuple[str, Rule]], model: ReplyModel, choices: Choices) -> bool:

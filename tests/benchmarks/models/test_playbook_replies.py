@@ -7,11 +7,11 @@ from typing import Any
 import dspy
 import pytest
 
+from benchmarks.models import ImitatingModel
+from benchmarks.models.playbook_replies import CITATIONS
 from dspy_flashevolve.ace.operations import Add, Remove, parse_operations, parse_tags
-from dspy_flashevolve.ace.playbook import Playbook, attached, line_of
-from dspy_flashevolve.modules.playbook import BulletMerging, PlaybookCuration, SampleReflection
-from dspy_flashevolve.sim import ReplyModel
-from dspy_flashevolve.sim.playbook_replies import CITATIONS
+from dspy_flashevolve.ace.playbook import Playbook, attached
+from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from dspy_flashevolve.sim.words import USELESS_SENTENCES, WORDS, Rule, words_present
 
@@ -24,7 +24,7 @@ ADAPTERS = pytest.mark.parametrize("adapter", [dspy.ChatAdapter(), dspy.JSONAdap
 def asked(module: dspy.Module, kind: str, adapter: dspy.Adapter | None = None, **inputs: Any) -> Any:
     """What a module makes of the simulated model's reply to it, which must be of that kind."""
     options = {**FAITHFUL, **inputs.pop("model", {})}
-    model = SimulatedModel(seed=inputs.pop("seed", 0), reply_model=ReplyModel(**options))
+    model = SimulatedModel(seed=inputs.pop("seed", 0), reply_model=ImitatingModel(**options))
 
     async def main() -> Any:
         with dspy.context(lm=model.lm(), adapter=adapter):
@@ -71,11 +71,6 @@ def test_of_two_rules_that_contradict_each_other_the_second_is_not_added() -> No
     book = Playbook().adding("other", str(RULES[0]))
     assert curated(str(RULES[1]), book, model={"rivals": True}) == []
     assert len(curated(str(RULES[1]), book)) == 1
-
-
-def test_similar_bullets_are_merged_into_their_texts() -> None:
-    lines = "\n".join(map(line_of, BOOK.bullets[:2]))
-    assert asked(BulletMerging(), "merging", similar_bullets=lines).content == f"{RULES[0]} {RULES[1]}"
 
 
 @ADAPTERS

@@ -12,8 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from dspy_flashevolve.sim.prompts import ChatRequest
-from dspy_flashevolve.sim.reply_model import Choices
-from dspy_flashevolve.sim.words import FILLER_OPENING, rules_in
+from dspy_flashevolve.sim.words import FILLER_OPENING, Choices, rules_in
 
 Rewrite = Callable[[str, str, Choices], str]
 """(current instruction, feedback, choices) -> new instruction."""

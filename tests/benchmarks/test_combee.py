@@ -14,7 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.modules.combee import CombeeReflection, MergeProposals
+from benchmarks.combee import CombeeReflection, MergeProposals
+from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
+from dspy_flashevolve.sim.prompts import parse_chat_request
+from dspy_flashevolve.sim.replies import ReplyModel, reply_to
+from dspy_flashevolve.sim.words import WORDS, Rule, rules_in
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, task_lm
 
 pytestmark = pytest.mark.anyio
@@ -188,3 +192,24 @@ def test_dspy_gepa_takes_it_as_its_instruction_proposer() -> None:
     assert len(model.reduces) >= 1
     assert len(model.maps) == 2 * len(model.reduces)
     assert json.dumps(best.dump_state())
+
+
+def test_the_simulated_model_merges_proposals() -> None:
+    rules = [Rule(number, word) for number, word in enumerate(WORDS[:5], start=1)]
+
+    def text_of(held: list[Rule]) -> str:
+        return "\n".join(["Answer the question.", *map(str, held)])
+
+    def simulated(prompt: str) -> str:
+        system, _, user = prompt.rpartition("\n[[ ## current_instruction ## ]]")
+        user = f"[[ ## current_instruction ## ]]{user}"
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        request = parse_chat_request(json.dumps({"messages": messages}).encode())
+        assert request.kind == "integration"
+        return reply_to(request, H100_QWEN3_8B, ReplyModel(forgets=0, overload=0, useless=0), 0).text
+
+    proposals = [text_of([rules[0], rules[4]]), text_of([rules[0], rules[2]])]
+    shown = "\n\n".join(f"### Proposal {number}\n{text}" for number, text in enumerate(proposals, start=1))
+    with dspy.context(lm=fake_lm(simulated)):
+        merged = dspy.Predict(MergeProposals)(current_instruction=text_of([rules[0]]), proposed_instructions=shown)
+    assert rules_in(merged.new_instruction) == [rules[0], rules[2], rules[4]]

@@ -10,13 +10,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.sim.harness_replies import harness_fields
+from benchmarks.models import ImitatingModel
+from benchmarks.models.harness_replies import harness_fields
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import ChatRequest, OutputField, parse_chat_request
-from dspy_flashevolve.sim.replies import Choices, ReplyModel, new_instruction, reply_to
-from dspy_flashevolve.sim.words import rules_in
+from dspy_flashevolve.sim.replies import reply_to
+from dspy_flashevolve.sim.words import Choices, rules_in
 
-FAITHFUL = ReplyModel(forgets=0, useless=0)
+FAITHFUL = ImitatingModel(forgets=0, useless=0)
 SOURCE = """class Seed(dspy.Module):
     def __init__(self):
         super().__init__()
@@ -36,11 +37,11 @@ def request(inputs: dict[str, str], *outputs: str) -> ChatRequest:
     return parse_chat_request(json.dumps({"messages": [{"role": "user", "content": f"{sections}\n\n{ask}"}]}).encode())
 
 
-def written(inputs: dict[str, str], *outputs: str, model: ReplyModel = FAITHFUL) -> dict[str, Any]:
+def written(inputs: dict[str, str], *outputs: str, model: ImitatingModel = FAITHFUL) -> dict[str, Any]:
     return harness_fields(
         request({"archive_overview": "0003: score 0.5000, cost 3: x", "direction": "words", **inputs}, *outputs),
         lambda number: Choices(0, str(number)),
-        lambda current, feedback, choices: new_instruction(current, feedback, model, choices),
+        lambda current, feedback, choices: model.new_instruction(current, feedback, choices),
     )
 
 
@@ -89,6 +90,6 @@ def test_a_stale_module_takes_over_what_it_does_not_hold_and_is_kept_where_it_ho
 def test_no_prompt_makes_it_raise(inputs: dict[str, str], revises: bool) -> None:
     fields = ("verdict", "patched_module") if revises else ("reasoning", "modules")
     chat = request({"archive_overview": "", "direction": "", **inputs}, *fields)
-    assert reply_to(chat, H100_QWEN3_8B, ReplyModel(), 0).text
+    assert reply_to(chat, H100_QWEN3_8B, ImitatingModel(), 0).text
     assert set(written(inputs, *fields)) == set(fields)
     assert OutputField(fields[0]) in chat.output_fields

@@ -13,18 +13,18 @@ import pytest
 from dspy.teleprompt.gepa import InstructionProposer
 
 from benchmarks.lineages import simulated_pairs
+from benchmarks.models import CHARACTERS_A_TOKEN, REPLY_MODELS
+from benchmarks.models.structured import consolidated, reworded, statements
 from dspy_flashevolve.gepa.changes import Edit, EditedText
 from dspy_flashevolve.gepa.edits import EditProposer, numbered
 from dspy_flashevolve.gepa.parts import parts_of
 from dspy_flashevolve.modules.reading import items_in
-from dspy_flashevolve.sim import REPLY_MODELS, HouseRules
+from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import parse_chat_request
-from dspy_flashevolve.sim.replies import CHARACTERS_A_TOKEN, new_instruction, reply_to
-from dspy_flashevolve.sim.reply_model import Choices
-from dspy_flashevolve.sim.structured import consolidated, reworded, statements
+from dspy_flashevolve.sim.replies import reply_to
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from dspy_flashevolve.sim.words import HARMFUL_SENTENCES, USELESS_SENTENCES, rules_in
+from dspy_flashevolve.sim.words import HARMFUL_SENTENCES, USELESS_SENTENCES, Choices, rules_in
 
 STRONG = REPLY_MODELS["strong"]
 TASK = HouseRules(reply_model=STRONG)
@@ -56,7 +56,7 @@ TEST_MEANS = {"kept": 0.263, "reworded": 0.303, "dropped": 0.434, "added": 0.676
 
 
 def texts(count: int, current: str = SEED) -> list[str]:
-    return [new_instruction(current, FEEDBACK, STRONG, Choices(0, f"request {number}")) for number in range(count)]
+    return [STRONG.new_instruction(current, FEEDBACK, Choices(0, f"request {number}")) for number in range(count)]
 
 
 def reflected(proposer: Any, seed: int = 0, examples: Any = EXAMPLES, current: str = SEED) -> tuple[str, int]:
@@ -119,8 +119,8 @@ def test_a_reflection_learns_what_a_plain_one_learns() -> None:
     plain = REPLY_MODELS["plain"]
     for number in range(60):
         choices = Choices(0, f"request {number}")
-        learnt = {*statements(new_instruction(SEED, FEEDBACK, plain, choices))} - {*statements(SEED)}
-        assert learnt <= {*statements(new_instruction(SEED, FEEDBACK, STRONG, choices))}
+        learnt = {*statements(plain.new_instruction(SEED, FEEDBACK, choices))} - {*statements(SEED)}
+        assert learnt <= {*statements(STRONG.new_instruction(SEED, FEEDBACK, choices))}
 
 
 def test_equal_requests_get_equal_texts_and_other_seeds_others() -> None:

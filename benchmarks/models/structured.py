@@ -12,9 +12,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dspy_flashevolve.sim.lineage import Descent, Lineage, quantile
-from dspy_flashevolve.sim.reply_model import Choices
-from dspy_flashevolve.sim.words import STATEMENT, WORDINGS, rules_in
+from benchmarks.models.lineage import Descent, Lineage, quantile
+from dspy_flashevolve.sim.words import STATEMENT, WORDINGS, Choices, rules_in
 
 _ADJECTIVES = """
     short/brief main/chief plain/unadorned early/initial last/closing common/usual strict/rigid long/lengthy

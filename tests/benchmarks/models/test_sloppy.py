@@ -10,14 +10,14 @@ import dspy
 import pytest
 from dspy.teleprompt.gepa.instruction_proposal import ProposeInstruction
 
+from benchmarks.models import ImitatingModel
+from benchmarks.models.sloppy import REFUSAL, TEXT_FORMS, VERDICT_FORMS, sloppy_form
 from dspy_flashevolve.engine.staleness import StaleChild
 from dspy_flashevolve.modules.integrate import RepairChild, StaleCandidateReflection
-from dspy_flashevolve.sim import ReplyModel
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import ChatRequest, parse_chat_request
-from dspy_flashevolve.sim.replies import Choices, reply_to
-from dspy_flashevolve.sim.sloppy import REFUSAL, TEXT_FORMS, VERDICT_FORMS, sloppy_form
-from dspy_flashevolve.sim.words import WORDS, Rule, rules_in
+from dspy_flashevolve.sim.replies import reply_to
+from dspy_flashevolve.sim.words import WORDS, Choices, Rule, rules_in
 from tests.fakes import fake_lm
 
 RULES = [Rule(number, word) for number, word in enumerate(WORDS[:6], start=1)]
@@ -25,7 +25,7 @@ HEAD = f"Answer the question.\n{RULES[0]}"
 CHILDREN = "\n\n".join(
     f"### Child {number}\nWhat it changed:\n+ {rule}" for number, rule in enumerate(RULES[1:4], start=5)
 )
-FAITHFUL = ReplyModel(forgets=0, overload=0, useless=0, rules_added=None)
+FAITHFUL = ImitatingModel(forgets=0, overload=0, useless=0, rules_added=None)
 INTEGRATION = {"component": "p", "kind": "an instruction", "head_text": HEAD, "children": CHILDREN, "commits": "None."}
 REFLECTION = {"current_instruction": HEAD, "examples_with_feedback": "Missed: " + " ".join(map(str, RULES[1:4]))}
 
@@ -38,18 +38,18 @@ def asked(signature: Any, inputs: dict[str, str], adapter: Any = None) -> ChatRe
 @pytest.fixture
 def form(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """Every reply has this form."""
-    monkeypatch.setattr("dspy_flashevolve.sim.replies.sloppy_form", lambda *_, **__: request.param)
+    monkeypatch.setattr("benchmarks.models.sloppy_form", lambda *_, **__: request.param)
     return request.param
 
 
 def test_as_many_replies_are_sloppy_as_the_model_says_in_every_form() -> None:
-    drawn = Counter(sloppy_form(ReplyModel(sloppy=0.6), Choices(0, str(n)), verdicts=True) for n in range(2400))
+    drawn = Counter(sloppy_form(0.6, Choices(0, str(n)), verdicts=True) for n in range(2400))
     assert set(drawn) == {None, *TEXT_FORMS, *VERDICT_FORMS}
     assert drawn[None] / 2400 == pytest.approx(0.4, abs=0.04)
     assert min(count for form, count in drawn.items()) > 60
-    without = {sloppy_form(ReplyModel(sloppy=1), Choices(0, str(n)), verdicts=False) for n in range(300)}
+    without = {sloppy_form(1, Choices(0, str(n)), verdicts=False) for n in range(300)}
     assert without == set(TEXT_FORMS)
-    assert {sloppy_form(ReplyModel(), Choices(0, str(n)), verdicts=True) for n in range(100)} == {None}
+    assert {sloppy_form(0, Choices(0, str(n)), verdicts=True) for n in range(100)} == {None}
 
 
 @pytest.mark.parametrize("form", TEXT_FORMS, indirect=True)
