@@ -23,7 +23,7 @@ from itertools import pairwise
 from benchmarks.models import reply_model_named
 from benchmarks.results import shown, table
 from benchmarks.workloads.rows import VARIABLE, data_folder
-from dspy_flashevolve.gepa.parts import Part, face_of, is_item, is_worded_as, level_of, parts_of
+from dspy_flashevolve.gepa.parts import NUMBER, REWORDED, Part, is_item, level_of, likeness, parts_of
 from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.words import Choices
 
@@ -98,6 +98,16 @@ class Fate:
     headings: int
     nested: int
     repeats: bool
+
+
+def face_of(text: str) -> str:
+    """What makes two parts the same: all but their numbers in a list, and space at the ends of lines."""
+    return NUMBER.sub(r"\1#", "\n".join(line.rstrip() for line in text.splitlines()).rstrip())
+
+
+def is_worded_as(part: Part, other: Part) -> bool:
+    """Whether two parts have most of their words in common."""
+    return likeness(part, other) >= REWORDED
 
 
 def fate_of(parent: str, child: str) -> Fate:

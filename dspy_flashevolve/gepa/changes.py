@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -133,8 +133,8 @@ _PART_NUMBER = re.compile(r"\A\s*\[\d{1,4}\]\s?")
 
 
 def _placed(edits: Iterable[Edit], count: int) -> Iterator[tuple[int, bool, str]]:
-    """Read edits of a text of so many parts: the number of the part, whether it goes, and what is put in; in the order
-    of the text, and what goes in a part's place before what is added behind it."""
+    """Read edits of a text of so many parts: the number of the part, whether it goes, and what is put in; what goes in a
+    part's place before what is added, so that a line that an edit moves is there."""
     gone, placed = set[int](), list[tuple[int, bool, str]]()
     for edit in edits:
         text = _PART_NUMBER.sub("", edit.text).strip("\n").rstrip()
@@ -144,7 +144,7 @@ def _placed(edits: Iterable[Edit], count: int) -> Iterator[tuple[int, bool, str]
         elif 0 < number <= count and (text or edit.action == "remove"):
             gone.add(number)
             placed.append((number, True, text if edit.action == "replace" else ""))
-    yield from sorted(placed, key=lambda edit: (edit[0], not edit[1]))
+    yield from sorted(placed, key=lambda edit: (not edit[1], edit[0]))
 
 
 def _units(text: str, is_gone: bool) -> list[list[Part]]:
@@ -343,13 +343,16 @@ class Weave:
         if not any(self.changes[number].component == component for number in chosen):
             return [[key] for key in ids]  # the base's own text
         pieces = self._pieces(ids)
-        ends = [0]
-        for piece in pieces:
-            ends.append(ends[-1] + len(piece))
-        shown, end = list[list[int]](), 0
+        ends = list(accumulate(map(len, pieces)))  # of the space before each part, and of the part
+        shown, first, end = list[list[int]](), 0, 0
         for part in parts_of("".join(pieces)):
             begin, end = end + len(part.before), end + len(part.before) + len(part.text)
-            shown.append([key for at, key in enumerate(ids) if ends[2 * at + 1] < end and begin < ends[2 * at + 2]])
+            while ends[2 * first + 1] <= begin:
+                first += 1
+            last = first + 1
+            while last < len(ids) and ends[2 * last] < end:
+                last += 1
+            shown.append(list(ids[first:last]))
         return shown
 
     def _joined(self, ids: Sequence[int]) -> str:

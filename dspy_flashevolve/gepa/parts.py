@@ -124,17 +124,6 @@ def normal(part: str) -> str:
     return " ".join(_MARK.sub("", part).lower().split())
 
 
-@lru_cache(maxsize=2**16)
-def face_of(text: str) -> str:
-    """What makes two parts the same: all but their numbers in a list, and space at the ends of lines."""
-    return NUMBER.sub(r"\1#", same_text(text))
-
-
-def same_text(text: str) -> str:
-    """A text without space at the ends of lines and at its own end."""
-    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
-
-
 @lru_cache(maxsize=2**14)
 def words_of(text: str) -> frozenset[str]:
     return frozenset(_WORD.findall(normal(text)))
@@ -144,11 +133,6 @@ def likeness(part: Part, other: Part) -> float:
     """Share of their words that two parts have in common, from 0 to 1 (the Dice coefficient)."""
     mine, words = words_of(part.text), words_of(other.text)
     return 2 * len(mine & words) / max(1, len(mine) + len(words))
-
-
-def is_worded_as(part: Part, other: Part) -> bool:
-    """Whether two parts have most of their words in common."""
-    return likeness(part, other) >= REWORDED
 
 
 def title_of(part: Part) -> str:

@@ -124,11 +124,12 @@ class ReflectionRunner:
 
     def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads, mistakes: Mistakes) -> None:
         self._adapter, self._metric, self._threads, self._mistakes = adapter, metric, threads, mistakes
-        self._asker = copy.copy(adapter)
+        asker = copy.copy(adapter)
+        asker.custom_instruction_proposer = self._checking("instruction_proposer", adapter.custom_instruction_proposer)
+        if adapter.custom_code_proposer is not None:
+            asker.custom_code_proposer = self._checking("code_proposer", adapter.custom_code_proposer)
+        self._asker = asker
         """The adapter, with proposers whose answers are checked."""
-        for hook in ("instruction_proposer", "code_proposer"):
-            if (proposer := getattr(adapter, f"custom_{hook}")) is not None:
-                setattr(self._asker, f"custom_{hook}", partial(self._ask_proposer, hook, proposer))
         self._judges_anew = False
         """Whether the metric has given another score, and so another judgement, when it was asked for feedback."""
         self._warns_on_mismatch = adapter.warn_on_score_mismatch
@@ -342,16 +343,17 @@ class ReflectionRunner:
             )  # fmt: skip
         return {name: _shortest(rows, len(rows) // 2) for name, rows in examples.items()}
 
-    def _ask_proposer(self, hook: str, proposer: Any, **arguments: Any) -> Mapping[str, Any]:
-        """Call a proposer in a thread; a coroutine that it returns runs on the run's loop.
+    def _checking(self, hook: str, proposer: Any) -> Callable[..., Any]:
+        """Make a proposer, for calls in threads, of which a coroutine that it returns runs on the run's loop, and whose
+        answer is checked (:func:`checked_proposal`)."""
 
-        Raises:
-            ProposalTypeError: see :func:`checked_proposal`.
-        """
-        answer = proposer(**arguments)
-        if inspect.iscoroutine(answer):
-            answer = LoopPortal(self._threads.loop).run(answer)
-        return checked_proposal(answer, hook, proposer)
+        def propose(**arguments: Any) -> Mapping[str, Any]:
+            answer = proposer(**arguments)
+            if inspect.iscoroutine(answer):
+                answer = LoopPortal(self._threads.loop).run(answer)
+            return checked_proposal(answer, hook, proposer)
+
+        return propose
 
     def _awaitable_proposer(self, components: list[str]) -> Callable[..., Awaitable[Any]] | None:
         proposer = self._adapter.custom_instruction_proposer
