@@ -31,6 +31,7 @@ from dspy_flashevolve.ace.similarity import closest
 from dspy_flashevolve.ace.snapshots import Snapshots
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Committed
+from dspy_flashevolve.engine.journal import reporting_damage
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of, id_text
 from dspy_flashevolve.engine.staleness import Discard, Full, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, Load, NothingToDoError, Reservation, Step
@@ -173,7 +174,8 @@ class AceRun:
 
     async def _evolve(self) -> None:
         if self._journal is not None:
-            await self._resume(self._journal)
+            with reporting_damage(self._journal.journal.path):
+                await self._resume(self._journal)
         self._phase = _Phase.RUNNING
         if self._valset is not None:
             await self.snapshots.begin(self._first)

@@ -7,17 +7,18 @@ What touches the pool runs in its writer.
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from gepa.core.data_loader import DataLoader
 from gepa.core.state import GEPAState, ValsetEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
+from dspy_flashevolve.engine.journal import reporting_damage
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.engine.staleness import POLICIES
@@ -32,6 +33,21 @@ from dspy_flashevolve.programs.fingerprints import plain_settings
 from dspy_flashevolve.programs.records import output_in
 
 logger = logger_named(__name__)
+
+A = ParamSpec("A")
+T = TypeVar("T")
+
+
+def _reads(read: Callable[Concatenate[RunJournal, A], T]) -> Callable[Concatenate[RunJournal, A], T]:
+    """Let a function tell of damage that it finds in the journal, as that."""
+
+    @wraps(read)
+    def reading(journal: RunJournal, *args: A.args, **kwargs: A.kwargs) -> T:
+        with reporting_damage(journal.journal.path):
+            return read(journal, *args, **kwargs)
+
+    return reading
+
 
 # gepa's checkpoint.
 
@@ -65,6 +81,7 @@ def written_out(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, **{name: repr(value) for name, value in own.items() if is_dataclass(value)}}
 
 
+@_reads
 def tell_changes(journal: RunJournal, arguments: Mapping[str, Any]) -> None:
     """Warn where a run goes on with another search or staleness policy than its last session had.
 
@@ -114,6 +131,7 @@ def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
     ]
 
 
+@_reads
 def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected | Crossover:
     """Read what an interrupted step had selected."""
     if isinstance(selection, dict):
@@ -150,6 +168,7 @@ def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
 # Credit assignment.
 
 
+@_reads
 def restore_credit(journal: RunJournal, credit: Credit) -> None:
     """Put the changes back, and the evidence on them from the rollouts of steps that have ended."""
     kept = journal.journal.get_state("credit")
@@ -163,6 +182,7 @@ def restore_credit(journal: RunJournal, credit: Credit) -> None:
 # The run.
 
 
+@_reads
 def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
     """Put the pool where the journal says that it was, and find the steps that had no end.
 
@@ -172,17 +192,11 @@ def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
     Raises:
         RunDirectoryError: the journal is damaged, or knows of candidates while gepa's checkpoint is gone.
     """
-    try:
-        _close_what_is_done(journal)
-        journal.load_unfinished(seeded)
-    except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RunDirectoryError(
-            f"{journal.journal.path} cannot be read ({error}): it is damaged. Give another log_dir, or move it away "
-            "to go on from the candidates in gepa_state.bin."
-        ) from error
+    _close_what_is_done(journal)
+    journal.load_unfinished(seeded)
     if not seeded and journal.journal.rows("SELECT 1 FROM commits LIMIT 1"):
         raise RunDirectoryError(
-            f"{journal.journal.directory / 'gepa_state.bin'} is missing, but the journal beside it knows of candidates "
+            f"{journal.journal.directory / CHECKPOINT} is missing, but the journal beside it knows of candidates "
             "that were in it. Put it back, or give another log_dir."
         )
     kept = journal.journal.get_state("strategies")

@@ -21,7 +21,7 @@ from gepa.core.data_loader import ListDataLoader
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.journal import Journal
+from dspy_flashevolve.engine.journal import Journal, reporting_damage
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.texts import logger_named
@@ -240,7 +240,9 @@ def open_journal(
     journal = Journal(Path(log_dir), redaction)
     try:
         now, packages = {"optimizer": optimizer, **parts}, versions()
-        check_same(journal, now, packages)
+        with reporting_damage(journal.path):
+            check_same(journal, now, packages)
+        run_journal = RunJournal(journal, each_once, is_readable)
         journal.append(
             "sessions",
             id=journal.session,
@@ -248,7 +250,7 @@ def open_journal(
             settings={**plain_settings(arguments), "versions": packages},
             fingerprints=now,
         )
-        yield RunJournal(journal, each_once, is_readable)
+        yield run_journal
     except BaseException:
         journal.close()
         raise

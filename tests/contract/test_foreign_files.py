@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
 import os
 import pickle
+import random
+import shutil
+import sqlite3
 import stat
 import struct
 import subprocess
@@ -28,7 +33,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, RootModel
 
-from dspy_flashevolve import AsyncGEPA, ConfigurationError
+from dspy_flashevolve import AsyncGEPA, ConfigurationError, FlashEvolveError
 from tests.contract.surface import command, problems
 from tests.contract.test_meta_harness import search
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for, task_lm
@@ -570,3 +575,117 @@ def test_a_secret_is_found_however_json_spells_it(tmp_path: Path, monkeypatch: p
     for part in (b"quotes-", b"with-7", b'pass"', b"pass\\"):
         assert part not in written
     assert problems(tmp_path) == []
+
+
+# A journal that is damaged
+
+JUNK = [
+    "{",
+    "[]",
+    "{}",
+    '""',
+    "null",
+    "x",
+    -1,
+    10**18,
+    9e999,
+    b"\xff\xfe",
+    "[[1]]",
+    '{"a": 1}',
+    "[null]",
+    "3",
+    0,
+    '"z"',
+]
+READERS = (["check"], ["report", "-o", "OUT"], ["watch", "--once"], ["lineage", "--prompts"], ["timeline", "-o", "OUT"],
+           ["export", "OUT"], ["compare"])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that was stopped in the middle of a step."""
+    directory, count = tmp_path_factory.mktemp("interrupted"), itertools.count(1)
+
+    def metric(*arguments: Any) -> Any:
+        if next(count) == 45:
+            raise KeyboardInterrupt
+        return digits(*arguments)
+
+    metric.__qualname__ = digits.__qualname__
+    with pytest.raises(KeyboardInterrupt):
+        compiled(directory, 80, metric=metric, num_threads=2)
+    return directory
+
+
+def damage(path: Path, draw: random.Random) -> str:
+    """Change bytes, a value, all values of a column, or take rows away; return what was done."""
+    kind = draw.choice(["bytes", "value", "value", "column", "rows"])
+    if kind == "bytes":
+        content = bytearray(path.read_bytes())
+        for _ in range(draw.choice([1, 3, 20])):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        path.write_bytes(content)
+        return kind
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        table = draw.choice(tables)
+        columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+        rows = [row for (row,) in connection.execute(f"SELECT rowid FROM {table}")] or [0]
+        some = [draw.choice(rows)] if kind == "value" or draw.random() < 0.5 else rows
+        which = f"{table} WHERE rowid IN ({', '.join(map(str, some))})"
+        if kind == "rows":
+            statement, values = f"DELETE FROM {which}", ()
+        else:
+            set_value = f"SET {draw.choice(columns)} = ? WHERE"
+            statement, values = f"UPDATE OR IGNORE {which.replace('WHERE', set_value)}", (draw.choice(JUNK),)
+        with contextlib.suppress(sqlite3.IntegrityError):
+            connection.execute(statement, values)
+        connection.commit()
+    return f"{statement} {values}"
+
+
+def check_damaged(interrupted: Path, tmp_path: Path, seed: int) -> None:
+    run, out = tmp_path / "run", str(tmp_path / "out")
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(interrupted, run)
+    what = f"{seed}: {damage(run / 'journal.sqlite', random.Random(seed))}"
+    for name, *more in READERS:
+        status, _, complaint = command(name, str(run), *(word.replace("OUT", out) for word in more))
+        assert status in ((0, 1, 3) if name == "check" else (0, 2, 3)), what
+        assert len(complaint.splitlines()) == (status in (2, 3)), what
+    with contextlib.suppress(FlashEvolveError):
+        compiled(run, 90, num_threads=2)
+
+
+def test_what_a_journal_cannot_tell_any_more_is_said_to_be_damaged(interrupted: Path, tmp_path: Path) -> None:
+    changes = [
+        "DELETE FROM candidates",
+        "UPDATE candidates SET texts = '-1'",
+        "UPDATE sessions SET settings = '{'",
+        "UPDATE sessions SET fingerprints = '3'",
+        "UPDATE state SET value = 'x'",
+        "UPDATE state SET value = '0' WHERE name = 'strategies'",
+        "UPDATE steps SET selection = '{}'",
+        "UPDATE steps SET version = '\"\"'",
+    ]
+    for number, statement in enumerate(changes):
+        run = tmp_path / str(number)
+        shutil.copytree(interrupted, run)
+        with contextlib.closing(sqlite3.connect(run / "journal.sqlite")) as connection:
+            connection.execute(statement)
+            connection.commit()
+        with pytest.raises(
+            ConfigurationError, match=r"journal.sqlite cannot be read .* It is damaged: put a copy back"
+        ):
+            compiled(run, 90, num_threads=2)
+
+
+def test_no_damage_of_a_journal_ends_in_an_error_of_another_kind(interrupted: Path, tmp_path: Path) -> None:
+    for seed in range(4):
+        check_damaged(interrupted, tmp_path, seed)
+
+
+@pytest.mark.long
+def test_no_damage_of_many_ends_in_an_error_of_another_kind(interrupted: Path, tmp_path: Path) -> None:
+    for seed in range(4, 100):
+        check_damaged(interrupted, tmp_path, seed)
