@@ -26,13 +26,17 @@ SURE = 0.75
 CLEAR = 0.05
 """Of two tools whose names are alike by less than this difference, and that both take what is given, an LM has to say
 which one is meant: "run_query" is like "read_query" by .74 and like "write_query" by .70."""
+_LONGEST_NAME = 100
+"""Characters of names that are compared, in quadratic time: an output's key may have a million."""
+_MOST_FIELDS = 1000
+"""Fields of an output that are looked through; a round number."""
 _ROUNDS = 8
 """Repairs follow on each other (a tool is named right, then its parameters); more rounds than that go in circles."""
 
 
 def alike(first: str, second: str) -> float:
     """How alike two names are, from 0 to 1; one that holds the other counts as nearly the same."""
-    first, second = first.lower(), second.lower()
+    first, second = first[:_LONGEST_NAME].lower(), second[:_LONGEST_NAME].lower()
     ratio = SequenceMatcher(None, first, second).ratio()
     holds = min(len(first), len(second)) > 1 and (first in second or second in first)
     return max(ratio, 0.8) if holds else ratio
@@ -244,7 +248,7 @@ class Repairer:
     def _field_of(self, source: Node, names: Sequence[str], wanted: Schema) -> Reference | None:
         """Find the field of an output that fits and has one of some names; of two, the second was asked for in vain."""
         if source.id in self.outputs:
-            fields = list(_fields_in(self.outputs[source.id]))
+            fields = list(itertools.islice(_fields_in(self.outputs[source.id]), _MOST_FIELDS))
             fitting = [path for path, value in fields if not faults_of(value, wanted)]
         else:
             spec = self.tools.get(source.tool)

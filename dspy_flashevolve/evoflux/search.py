@@ -36,6 +36,7 @@ from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look,
 from dspy_flashevolve.evoflux.execution import Execution, Executor
 from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan
 from dspy_flashevolve.evoflux.repair import Repairer
+from dspy_flashevolve.evoflux.schemas import TooMuchWorkError, limited_work
 from dspy_flashevolve.evoflux.stubs import python_names, stub_of
 from dspy_flashevolve.evoflux.tools import CHECK
 from dspy_flashevolve.evoflux.workflow import REFERENCE, TEXT, Workflow
@@ -348,8 +349,10 @@ class Search:
         best = self.best
         if best is None or "static repair" in self.settings.without:
             return None
-        repaired = self._repairer.repaired_run(best.workflow, best.execution)
-        return None if str(repaired) in self._seen else repaired
+        with suppress(TooMuchWorkError), limited_work():
+            repaired = self._repairer.repaired_run(best.workflow, best.execution)
+            return None if str(repaired) in self._seen else repaired
+        return None
 
     def _edited(self, parent: Candidate) -> Candidate | None:
         """Edit a candidate without an LM into one that was not tried, and that passes the check."""
@@ -365,8 +368,9 @@ class Search:
     def _written(self, origin: Origin, workflow: Workflow, outputs: Mapping[str, Any] | None = None) -> Candidate:
         """Repair a new workflow by its schemas, before any call."""
         planned = len(workflow.nodes)
-        if "static repair" not in self.settings.without:
-            workflow = replace(self._repairer, outputs=outputs or {}).repaired(workflow)
+        with suppress(TooMuchWorkError), limited_work():
+            if "static repair" not in self.settings.without:
+                workflow = replace(self._repairer, outputs=outputs or {}).repaired(workflow)
         return Candidate(workflow, origin, planned)
 
     def _is_discarded(self, place: Place, step: QueryStep, parent: Candidate | None) -> bool:
