@@ -246,7 +246,7 @@ def _typed(value: Any, kind: Any) -> Any:
 
 
 def _check_size(value: Any) -> None:
-    if isinstance(value, dict | list) and has_many_values(value):
+    if has_many_values(value):
         raise ValueError(f"more than {MOST_VALUES:,} values")
 
 

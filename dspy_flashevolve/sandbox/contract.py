@@ -277,7 +277,7 @@ def has_many_values(value: Any) -> bool:
     >>> has_many_values({"rows": [1] * 20_000}), has_many_values([1, [2]])
     (True, False)
     """
-    count, pending = 0, [value]
+    count, pending = 0, [[value]]
     while pending and count <= MOST_VALUES:
         inner = pending.pop()
         count += len(inner)
