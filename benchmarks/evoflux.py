@@ -76,7 +76,7 @@ MODEL_TOKENS = 700
 """Longest reply of a real model."""
 TASKS_AT_A_TIME = 8
 """Of the methods that have no scheduler, under a real model."""
-WITHOUT = ("static repair", "edits", "LM edits", "redesign", "diversity")
+WITHOUT = ("static repair", "edits", "LM edits")
 
 
 class _NotAwaited:
@@ -318,7 +318,7 @@ class Method:
 
 METHODS: dict[str, Method] = {
     "one plan": Method({"max_candidates": 1, "without": WITHOUT, "width": 1}),
-    "retry with the error": Method({"without": ("static repair", "edits", "redesign", "diversity"), "width": 1}),
+    "retry with the error": Method({"without": ("static repair", "edits"), "width": 1}),
     "static repair only": Method({"max_candidates": 1, "without": WITHOUT[1:], "width": 1}),
     "Evoflux, lockstep": Method({"width": 1}),
     "Evoflux, lockstep, tasks together": Method({"width": 1}, is_together=True),

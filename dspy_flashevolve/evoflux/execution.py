@@ -143,7 +143,6 @@ class EvofluxStats:
         reused: nodes that needed no call, since an equal one had run.
         tokens: of the LMs.
         answer_error: why there is no answer, though a tool has written; empty where none was lost.
-        discarded: candidates that the staleness policy turned away.
         unusable_replies: replies of the planner that were no workflow.
         stop_reason: why the search ended.
     """
@@ -154,7 +153,6 @@ class EvofluxStats:
     reused: int = 0
     tokens: int = 0
     answer_error: str = ""
-    discarded: int = 0
     unusable_replies: int = 0
     stop_reason: str = ""
 

@@ -2,12 +2,12 @@
 
 .. code-block:: text
 
-    plan -> check -> execute -> admit                     (the first candidate; a redesign)
-    select -> repair -> check -> execute -> admit         (every other; version + 1 an admission)
+    plan -> check -> execute -> admit                     (the first candidates)
+    select -> repair -> check -> execute -> admit         (every other)
               (from the run; an edit without an LM; one LM edit)
 
-Source: Evoflux (arXiv 2606.12674): growth, intensity, redesign and diversity pruning. Where the paper leaves a number
-open, or its reference code does otherwise, the reason stands beside the constant.
+Source: Evoflux (arXiv 2606.12674). Its redesign and diversity pruning are not here: within the totals of the benchmark
+they hardly ever fire, and reach no goal more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import math
 import random
 import statistics
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,6 @@ from dspy.utils.exceptions import AdapterParseError
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.batches import gather
-from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, Place, StalenessPolicy
 from dspy_flashevolve.evoflux.execution import Execution, Executor
 from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan
 from dspy_flashevolve.evoflux.repair import Repairer
@@ -45,13 +43,8 @@ POPULATION = 15
 """K, candidates that are kept (the paper's)."""
 DECAY = 0.9
 """Share of the growth that is left after a step (the paper's)."""
-REDESIGN_BELOW = 0.12
-"""Growth under which the workflow is planned anew (the paper's)."""
 FIRST_GROWTH = 0.18
-"""Growth at the beginning, so that a redesign is due after four steps without a gain (.18 * .9^4 < .12). From 0, as in
-the reference code, it is due at once, and since .1 * delta^2 of a score up to 1 is never above .12, always: a timer."""
-COOL_DOWN = 4
-"""Steps between two redesigns; as many as a redesign is waited for at the beginning."""
+"""Growth at the beginning. Not tuned."""
 LEAST_SCORE = 0.1
 """Scores are compared relative to the best so far, but not to less than this: a gain from 0 would be infinite."""
 FEEDBACK_CHARACTERS = 600
@@ -59,16 +52,16 @@ FEEDBACK_CHARACTERS = 600
 FUTILE_STEPS = 12
 """Steps in a row that find nothing new to try, after which the search ends: edits without an LM are few."""
 
-Origin = Literal["plan", "redesign", "repair", "edit", "LM edit"]
-"""How a candidate was made: planned; planned anew; repaired by what its run said; edited without an LM; by one."""
-Mechanism = Literal["static repair", "edits", "LM edits", "redesign", "diversity"]
+Origin = Literal["plan", "repair", "edit", "LM edit"]
+"""How a candidate was made: planned; repaired by what its run said; edited without an LM; by one."""
+Mechanism = Literal["static repair", "edits", "LM edits"]
 GoalCheck = Callable[[Mapping[str, Any]], "bool | float | Awaitable[bool | float]"]
 """Node -> output, of a workflow that ran completely, to whether the goal is reached, or how far, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class QueryStep:
-    """A candidate on its way: the version of its population when it began, its parent's score, and a number."""
+    """A candidate on its way: its parent's score, and a number. A version is what the scheduler asks of every step."""
 
     version: int = 0
     value: float = 0.0
@@ -89,7 +82,6 @@ class SearchSettings:
     max_candidates: int
     width: int
     checks: Sequence[GoalCheck]
-    staleness: StalenessPolicy
     seed: int | None
     without: frozenset[Mechanism]
 
@@ -126,16 +118,6 @@ def grown(growth: float, best: float, score: float) -> float:
 def intensity(growth: float) -> float:
     """How much is explored, from .1 (it grows) to .7: I = .1 + .6 / (1 + sqrt G)."""
     return 0.1 + 0.6 / (1 + math.sqrt(growth))
-
-
-def pruned(candidates: Sequence[Candidate], size: int = POPULATION, diverse: bool = True) -> list[Candidate]:
-    """Keep at most ``size`` candidates: the worst of the most frequent structure goes first, the best never."""
-    kept = sorted(candidates, key=lambda each: (-each.score, not each.execution.is_complete, each.number))
-    while len(kept) > size:
-        counts = Counter(candidate.workflow.structure for candidate in kept)
-        worst = max(range(1, len(kept)), key=lambda place: (diverse and counts[kept[place].workflow.structure], place))
-        del kept[worst]
-    return kept
 
 
 def evidence(execution: Execution, planned: int) -> float:
@@ -191,10 +173,9 @@ class Search:
         self.population: list[Candidate] = []
         """The best first."""
         self.growth = FIRST_GROWTH
-        self.version = self.steps = 0
         self._rng = random.Random(settings.seed)
         self._seen: set[str] = set()
-        self._last_redesign = self._futile = self._asking = self._replies = 0
+        self._futile = self._asking = self._replies = 0
         self._others = anyio.CancelScope()
 
     @property
@@ -234,10 +215,9 @@ class Search:
 
     async def step(self) -> None:
         """Take one candidate from its making to its admission."""
-        self.steps += 1
         repaired = self._free_repair()
         parent = self.best if repaired is not None else self._select()
-        step = QueryStep(self.version, parent.score if parent else 0.0)
+        step = QueryStep(value=parent.score if parent else 0.0)
         try:
             made = await self._propose(step, parent, repaired)
         except (AdapterParseError, PlanError) as error:  # the reply is no workflow
@@ -250,7 +230,7 @@ class Search:
             self.stats.stop_reason = f"the planner's LM failed: {error}"[:FEEDBACK_CHARACTERS]
             return
         if made is None or str(made.workflow) in self._seen:
-            if made is not None and made.origin in ("redesign", "LM edit"):
+            if made is not None and made.origin == "LM edit":
                 self._last_reply = "The last reply was tried before: write others."
             self._futile += 1
             await anyio.lowlevel.checkpoint()
@@ -259,23 +239,21 @@ class Search:
         self._seen.add(str(made.workflow))
         self.stats.candidates += 1
         made = replace(made, number=self.stats.candidates)
-        if self._is_discarded("after_propose", step, parent):
-            return
         execution = await self.executor.run(made.workflow)
         score, goal = evidence(execution, made.planned), None
         if self.settings.checks and not execution.waits:
             goal = await self._goal(execution)
             score = (score + goal) / 2
-        if not self._is_discarded("before_commit", step, parent):
-            self._admit(replace(made, execution=execution, score=score, goal=goal))
+        self._admit(replace(made, execution=execution, score=score, goal=goal))
 
     def _admit(self, candidate: Candidate) -> None:
         best = self.best
         if best is not None:
             self.growth = grown(self.growth, best.score, candidate.score)
         self.stats.origins[candidate.origin] += 1
-        self.population = pruned([*self.population, candidate], diverse="diversity" not in self.settings.without)
-        self.version += 1
+        self.population.append(candidate)
+        self.population.sort(key=lambda each: (-each.score, not each.execution.is_complete, each.number))
+        del self.population[POPULATION:]
         if candidate.score >= 1:  # what the other steps are about cannot be better
             self.stats.stop_reason = "a workflow ran completely"
             self._others.cancel()
@@ -297,15 +275,10 @@ class Search:
         """Make a workflow; None where nothing was found."""
         without = self.settings.without
         if parent is None:
-            return self._written("plan", await self._plan(step, self._last_reply or "none yet"))
+            feedback = self._last_reply or "none yet"
+            return self._written("plan", await self._reply("plan", step, self._planning, feedback=feedback))
         if repaired is not None:
             return Candidate(repaired, "repair", parent.planned)
-        is_due = self.growth < REDESIGN_BELOW and self.steps - self._last_redesign >= COOL_DOWN
-        if is_due and "redesign" not in without:
-            self._last_redesign = self.steps
-            best = self.population[:3]
-            tried = [f"Tried before:\n{self._shown(each)}\n{self._feedback_on(each)}" for each in best]
-            return self._written("redesign", await self._plan(step, "\n\n".join(tried)))
         edited = self._edited(parent) if self._rng.random() < intensity(self.growth) or "LM edits" in without else None
         if edited is not None or "LM edits" in without:
             return edited
@@ -314,9 +287,6 @@ class Search:
         edited = await self._reply("repair", step, self._editing, **fields)
         made = self._written("LM edit", edited, parent.execution.outputs)
         return replace(made, planned=max(parent.planned, made.planned))
-
-    async def _plan(self, step: QueryStep, feedback: str) -> Workflow:
-        return await self._reply("plan", step, self._planning, feedback=feedback)
 
     async def _reply(self, stage: str, step: QueryStep, predictor: dspy.Predict, **fields: str) -> Workflow:
         """Ask for a plan, and read it."""
@@ -372,15 +342,3 @@ class Search:
             if "static repair" not in self.settings.without:
                 workflow = replace(self._repairer, outputs=outputs or {}).repaired(workflow)
         return Candidate(workflow, origin, planned)
-
-    def _is_discarded(self, place: Place, step: QueryStep, parent: Candidate | None) -> bool:
-        """Ask the staleness policy; what it would have read again by an LM is edited from the best next time."""
-        policy = self.settings.staleness
-        if place not in policy.looks or parent is None:
-            return False
-        is_orphan = all(each.number != parent.number for each in self.population)
-        history = History(self.version, self.stats.discarded, self.stats.candidates - self.stats.discarded)
-        decision = policy.decide(Look(place, step.version, is_orphan), history)
-        is_discarded = isinstance(decision, Discard) or (isinstance(decision, Integrate) and is_orphan)
-        self.stats.discarded += is_discarded
-        return is_discarded

@@ -202,12 +202,6 @@ class Workflow:
             done[ready.id] = ready
         return tuple(done.values())
 
-    @property
-    def structure(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The tools and edges, but no parameter's value: candidates of one structure count as alike."""
-        numbers = {node.id: number for number, node in enumerate(self.nodes)}
-        return tuple((node.tool, tuple(sorted(numbers.get(need, -1) for need in node.needs))) for node in self.nodes)
-
     def mermaid(self) -> str:
         """Draw the graph as a Mermaid flowchart; an edge is named after the field that it gives."""
         lines = ["flowchart TD"]

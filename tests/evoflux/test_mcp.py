@@ -130,3 +130,13 @@ def test_without_the_sdk_the_error_says_which_extra_to_install(monkeypatch: pyte
 def test_a_server_that_does_not_start_says_so(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="did not start"):
         asyncio.run(DirectoryWorld(tmp_path, {"nothing": [os.devnull]}).list_tools())
+
+
+@pytest.mark.usefixtures("sdk")
+def test_a_server_that_does_not_start_in_time_is_reported_with_the_time_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspy_flashevolve.evoflux.mcp.START_SECONDS", 0.2)
+    slow = DirectoryWorld(tmp_path, {"slow": [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]})
+    with pytest.raises(RuntimeError, match=r"'slow' did not start within 0\.2 seconds"):
+        asyncio.run(catalogue_of([slow]))
