@@ -127,7 +127,6 @@ class Evoflux(dspy.Module):
         width: candidates that live at once, and plans that are asked for first. With one it is lockstep; more end a
             question sooner and pay more tokens.
         tool_timeout_seconds: the longest that one call may take.
-        seed: of the search's choices.
         without: mechanisms that are left out, see :class:`~.search.SearchSettings`.
 
     Raises:
@@ -150,7 +149,6 @@ class Evoflux(dspy.Module):
         max_candidates: int = 30,
         width: int = 1,
         tool_timeout_seconds: float = 30.0,
-        seed: int | None = 0,
         without: Sequence[Mechanism] = (),
     ) -> None:
         super().__init__()
@@ -175,7 +173,6 @@ class Evoflux(dspy.Module):
             max_candidates=max_candidates,
             width=width,
             checks=tuple(checks),
-            seed=seed,
             without=frozenset(without),
         )
         self.requests = Requests(num_threads)

@@ -1,18 +1,19 @@
 """JSON Schema: errors of a value, what a schema says of a field, and whether one schema's values can fit another.
 
-Servers, planners and outputs of tools give schemas and values, and any of them may be hostile. The library jsonschema
-sets no limit to its work, and its patterns backtrack. Here a check counts its steps and stops, and patterns are matched
-in linear time. A keyword that is not among these says nothing: a server checks its arguments itself.
+Servers and outputs of tools give schemas and values, and may be hostile: the library jsonschema works without limit on
+some, and its patterns backtrack. Here a check counts its steps, and patterns are matched in linear time. It knows what
+a planner gets wrong; any other keyword says nothing, since a server checks its arguments itself.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from operator import ge, gt, le, lt
 from typing import Any, TypeVar, cast
 from urllib.parse import unquote
 
@@ -38,29 +39,18 @@ _KINDS: dict[str, Any] = {
     "string": str, "number": int | float, "integer": int | float, "boolean": bool, "null": type(None), "array": list,
     "object": dict,
 }  # fmt: skip
-_LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "minLength": ("string", lambda value, limit: len(value) < limit),
-    "maxLength": ("string", lambda value, limit: len(value) > limit),
-    "minItems": ("array", lambda value, limit: len(value) < limit),
-    "maxItems": ("array", lambda value, limit: len(value) > limit),
-    "minProperties": ("object", lambda value, limit: len(value) < limit),
-    "maxProperties": ("object", lambda value, limit: len(value) > limit),
-    "minimum": ("number", lambda value, limit: value < limit),
-    "maximum": ("number", lambda value, limit: value > limit),
-    "exclusiveMinimum": ("number", lambda value, limit: value <= limit),
-    "exclusiveMaximum": ("number", lambda value, limit: value >= limit),
-    "multipleOf": ("integer", lambda value, limit: limit >= 1 and value % limit != 0),
-}
-"""Keyword -> the type that it limits, and whether a value is past the limit."""
+_LIMITS: dict[str, tuple[str, Any]] = {
+    "minLength": ("string", lt), "maxLength": ("string", gt), "minItems": ("array", lt), "maxItems": ("array", gt),
+    "minimum": ("number", lt), "maximum": ("number", gt), "exclusiveMinimum": ("number", le),
+    "exclusiveMaximum": ("number", ge),
+}  # fmt: skip
+"""Keyword -> the type that it limits by number or length, and when a value is past the limit."""
 _MESSAGES = {
-    "type": "{value} is not of type {expected}",
-    "enum": "{value} is not one of {expected}",
-    "const": "{expected} was expected",
-    "pattern": "{value} does not match {expected}",
-    "anyOf": "{value} is not valid under any of the given schemas",
-    "required": "is required, and missing",
+    "type": "{value} is not of type {expected}", "enum": "{value} is not one of {expected}",
+    "const": "{expected} was expected", "pattern": "{value} does not match {expected}",
+    "anyOf": "{value} is not valid under any of the given schemas", "required": "is required, and missing",
     "additionalProperties": "is not a field of the tool: it has {expected}",
-}
+}  # fmt: skip
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|.", re.DOTALL)
 _CLASS = re.compile(r"\\[wWdDsSpP]")
 _CLASS_STATES = 50
@@ -136,18 +126,13 @@ def faults_of(value: Any, schema: Schema, opaque: Sequence[Path] = ()) -> list[F
                 if keyword == "additionalProperties" or not is_unknown:
                     expected = sorted(expected) if keyword == "additionalProperties" else expected
                     message = _MESSAGES.get(keyword, "{value} does not satisfy {keyword}: {expected}")
-                    message = message.format(value=_cut(wrong), keyword=keyword, expected=_cut(expected))
-                    faults[path, message] = None
+                    shown = {"value": repr(wrong)[:150], "keyword": keyword, "expected": repr(expected)[:150]}
+                    faults[path, message.format(**shown)] = None
                 if len(faults) >= MOST_FAULTS:
                     break
         except (RecursionError, ArithmeticError) as error:
             return [((), f"the schema cannot be applied: {type(error).__name__}: {error!s:.120}")]
     return list(faults)
-
-
-def _cut(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 150 else f"{text[:150]}…"
 
 
 _Found = Iterator[tuple[Path, str, Any, Any]]
@@ -164,69 +149,47 @@ def _faults(value: Any, schema: Any, root: Schema, path: Path, work: _Work) -> _
     def inside(part: Any, value: Any = value, *names: str | int) -> _Found:
         return _faults(value, part, root, (*path, *names), work)
 
-    def fits(part: Any, value: Any = value) -> bool:
-        return next(inside(part, value), None) is None
-
-    of = cast(Schema, schema).get
-    reference, kinds = of("$ref"), _kinds(schema)
+    of, kinds = cast(Schema, schema).get, _kinds(schema)
+    reference, pattern = of("$ref"), of("pattern")
     if isinstance(reference, str) and f"{reference}/".startswith("#/"):
         work.count(len(reference) // 100)
         target = _target(reference, root)
         yield from [(path, "$ref", value, reference)] if target is None else inside(target)
     if kinds and not any(_is(value, kind) for kind in work.each(kinds)):
         yield path, "type", value, kinds[0] if len(kinds) == 1 else kinds
-    if (choices := parts_of(schema, "enum")) and not any(_equal(value, choice, work) for choice in choices):
-        yield path, "enum", value, choices
-    if "const" in schema and not _equal(value, of("const"), work):
-        yield path, "const", value, of("const")
+    for keyword, choices in (("enum", parts_of(schema, "enum")), ("const", [of("const")] if "const" in schema else [])):
+        # In Python, unlike in JSON, True is 1.
+        are_equal = (value == each and isinstance(value, bool) == isinstance(each, bool) for each in work.each(choices))
+        if choices and not any(are_equal):
+            yield path, keyword, value, schema[keyword]
     for part in parts_of(schema, "allOf"):
         yield from inside(part)
-    if (parts := parts_of(schema, "anyOf")) and not any(map(fits, parts)):
-        yield path, "anyOf", value, parts
-    if (parts := parts_of(schema, "oneOf")) and sum(map(fits, parts)) != 1:
-        yield path, "oneOf", value, parts
-    if "not" in schema and fits(of("not")):
-        yield path, "not", value, of("not")
-    if "if" in schema:
-        yield from inside(of("then" if fits(of("if")) else "else", True))
+    for keyword in ("anyOf", "oneOf"):
+        if (parts := parts_of(schema, keyword)) and all(next(inside(part), None) is not None for part in parts):
+            yield path, "anyOf", value, parts
     for keyword, limit in work.each(cast(Schema, schema).items()):
         kind, is_past = _LIMITS.get(keyword, ("", None))
-        if is_past and _is(value, kind) and _is(limit, "number") and is_past(value, limit):
+        if is_past is None or not (_is(value, kind) and _is(limit, "number")):
+            continue
+        if is_past(value if kind == "number" else len(value), limit):
             yield path, keyword, value, limit
-    if isinstance(value, str):
-        if isinstance(of("pattern"), str) and _matches(schema["pattern"], value, work) is False:
-            yield path, "pattern", value, of("pattern")
-    elif isinstance(value, list):
-        items, first = cast("list[Any]", value), parts_of(schema, "prefixItems")
-        for place, item in enumerate(items):
-            yield from inside(first[place] if place < len(first) else of("items", True), item, place)
-        if "contains" in schema and "minContains" not in schema and not any(fits(of("contains"), it) for it in items):
-            yield path, "contains", value, of("contains")
-        if of("uniqueItems") is True:
-            texts = [json.dumps(item, sort_keys=True) for item in work.each(items)]
-            work.count(sum(map(len, texts)) // 20)
-            if len(set(texts)) < len(texts):
-                yield path, "uniqueItems", value, True
-    elif isinstance(value, dict):
-        fields = cast("dict[str, Any]", value)
-        for name in work.each(parts_of(schema, "required")):
-            if isinstance(name, str) and name not in fields:
+    if isinstance(pattern, str) and isinstance(value, str) and _matches(pattern, value, work) is False:
+        yield path, "pattern", value, pattern
+    if isinstance(value, list):
+        first = len(parts_of(schema, "prefixItems"))
+        for place, item in enumerate(cast("list[Any]", value)[first:], first):
+            yield from inside(of("items", True), item, place)
+    if isinstance(value, dict):
+        fields, named = cast("dict[str, Any]", value), _object(schema, "properties")
+        for name in work.each(required_of(schema)):
+            if name not in fields:
                 yield (*path, name), "required", value, name
-        named, patterns = _object(schema, "properties"), _object(schema, "patternProperties")
+        others = True if "patternProperties" in schema else of("additionalProperties", True)
         for name, field in fields.items():
-            if "propertyNames" in schema:
-                yield from inside(of("propertyNames"), name)
-            found = {pattern: _matches(pattern, name, work) for pattern in work.each(patterns)}
-            parts = [patterns[pattern] for pattern in found if found[pattern]]
-            if name in named:
-                parts.append(named[name])
-            elif all(is_found is False for is_found in found.values()):
-                if of("additionalProperties") is False:
-                    yield (*path, name), "additionalProperties", field, named
-                else:
-                    parts.append(of("additionalProperties", True))
-            for part in parts:
-                yield from inside(part, field, name)
+            if name not in named and others is False:
+                yield (*path, name), "additionalProperties", field, named
+            else:
+                yield from inside(named.get(name, others), field, name)
 
 
 def _kinds(schema: Mapping[str, Any]) -> list[str]:
@@ -239,18 +202,6 @@ def _kinds(schema: Mapping[str, Any]) -> list[str]:
 def _is(value: Any, kind: str) -> bool:
     is_kind = isinstance(value, _KINDS[kind]) and (kind == "boolean" or not isinstance(value, bool))
     return is_kind and (kind != "integer" or value == value // 1)
-
-
-def _equal(first: Any, second: Any, work: _Work) -> bool:
-    """Whether two values are one of JSON: unlike in Python, ``true`` is not 1."""
-    work.count()
-    if isinstance(first, list) and isinstance(second, list):
-        pairs = zip(cast("list[Any]", first), cast("list[Any]", second), strict=False)
-        return len(first) == len(second) and all(_equal(*pair, work) for pair in pairs)
-    if isinstance(first, dict) and isinstance(second, dict):
-        one, other = cast(Schema, first), cast(Schema, second)
-        return one.keys() == other.keys() and all(_equal(one[name], other[name], work) for name in one)
-    return isinstance(first, bool) == isinstance(second, bool) and first == second
 
 
 def _matches(pattern: str, text: str, work: _Work) -> bool | None:

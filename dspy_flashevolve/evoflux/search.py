@@ -2,12 +2,11 @@
 
 .. code-block:: text
 
-    plan -> check -> execute -> admit                     (the first candidates)
-    select -> repair -> check -> execute -> admit         (every other)
-              (from the run; an edit without an LM; one LM edit)
+    plan -> check -> execute -> admit            (the first candidates)
+    repair -> check -> execute -> admit          (every other, of the best: by what its run said, else by an LM)
 
-Source: Evoflux (arXiv 2606.12674). Its redesign and diversity pruning are not here: within the totals of the benchmark
-they hardly ever fire, and reach no goal more.
+Source: Evoflux (arXiv 2606.12674). Of its search only this is here. Edits without an LM, and parents other than the
+best, reach fewer goals in the benchmark; redesign and diversity pruning hardly ever fire.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import inspect
 import itertools
 import json
 import math
-import random
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,25 +34,16 @@ from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan
 from dspy_flashevolve.evoflux.repair import Repairer
 from dspy_flashevolve.evoflux.schemas import TooMuchWorkError, limited_work
 from dspy_flashevolve.evoflux.stubs import python_names, stub_of
-from dspy_flashevolve.evoflux.tools import CHECK
 from dspy_flashevolve.evoflux.workflow import REFERENCE, TEXT, Workflow
 
-POPULATION = 15
-"""K, candidates that are kept (the paper's)."""
-DECAY = 0.9
-"""Share of the growth that is left after a step (the paper's)."""
-FIRST_GROWTH = 0.18
-"""Growth at the beginning. Not tuned."""
-LEAST_SCORE = 0.1
-"""Scores are compared relative to the best so far, but not to less than this: a gain from 0 would be infinite."""
 FEEDBACK_CHARACTERS = 600
 """Characters of one output that a planner sees: what fields there are, not all that is in them. A round number."""
 FUTILE_STEPS = 12
-"""Steps in a row that find nothing new to try, after which the search ends: edits without an LM are few."""
+"""Steps in a row that find nothing new to try, after which the search ends. A round number."""
 
-Origin = Literal["plan", "repair", "edit", "LM edit"]
-"""How a candidate was made: planned; repaired by what its run said; edited without an LM; by one."""
-Mechanism = Literal["static repair", "edits", "LM edits"]
+Origin = Literal["plan", "repair", "LM edit"]
+"""How a candidate was made: planned; repaired by what its run said; edited by an LM."""
+Mechanism = Literal["static repair", "LM edits"]
 GoalCheck = Callable[[Mapping[str, Any]], "bool | float | Awaitable[bool | float]"]
 """Node -> output, of a workflow that ran completely, to whether the goal is reached, or how far, from 0 to 1."""
 
@@ -82,7 +71,6 @@ class SearchSettings:
     max_candidates: int
     width: int
     checks: Sequence[GoalCheck]
-    seed: int | None
     without: frozenset[Mechanism]
 
 
@@ -108,16 +96,10 @@ class Candidate:
     score: float = 0.0
     goal: float | None = None
 
-
-def grown(growth: float, best: float, score: float) -> float:
-    """Count a step's gain over the best score so far, relative to it: G <- .9 G + .1 delta^2."""
-    delta = max(0.0, score - best) / max(best, LEAST_SCORE)
-    return DECAY * growth + (1 - DECAY) * delta**2
-
-
-def intensity(growth: float) -> float:
-    """How much is explored, from .1 (it grows) to .7: I = .1 + .6 / (1 + sqrt G)."""
-    return 0.1 + 0.6 / (1 + math.sqrt(growth))
+    @property
+    def rank(self) -> tuple[float, bool, int]:
+        """The best has the highest."""
+        return self.score, self.execution.is_complete, -self.number
 
 
 def evidence(execution: Execution, planned: int) -> float:
@@ -166,29 +148,24 @@ class Search:
         self.settings, self.executor, self.stats = settings, executor, executor.stats
         self._planning, self._editing, self._request, self._tokens = planning, editing, request, tokens
         self._names = python_names(executor.tools)
-        shown = [stub_of(spec, self._names[name]) for name, spec in executor.tools.items() if name != CHECK]
+        shown = [stub_of(spec, self._names[name]) for name, spec in executor.tools.items()]
         self._asked = {**inputs, "tools": "\n".join(shown)}
         self._repairer, self._is_alone = Repairer(executor.tools, _plain(inputs)), is_alone
         self._last_reply = ""
-        self.population: list[Candidate] = []
-        """The best first."""
-        self.growth = FIRST_GROWTH
-        self._rng = random.Random(settings.seed)
+        self.best: Candidate | None = None
+        """The candidate with the most evidence; of equals one that ran completely, and the earliest."""
+        self._repair: Workflow | None = None
+        """The best, repaired by what its run observed; None where that changes nothing, or was tried."""
         self._seen: set[str] = set()
         self._futile = self._asking = self._replies = 0
         self._others = anyio.CancelScope()
-
-    @property
-    def best(self) -> Candidate | None:
-        """The candidate with the most evidence; of equals one that ran completely, and the earliest."""
-        return self.population[0] if self.population else None
 
     async def run(self) -> Candidate | None:
         """Search until a workflow runs completely, or a limit is reached; return the best, None where there is none."""
         with anyio.move_on_after(self.settings.max_seconds) as scope, self._others:
             await gather([self.step] * self.settings.width)
             # What costs no tokens goes first, before several steps ask the LM about the same fault.
-            while self._goes_on() and (not self.population or self._free_repair() is not None):
+            while self._goes_on() and (self.best is None or self._repair is not None):
                 await self.step()
             await gather([self._work] * self.settings.width)
         if scope.cancelled_caught:
@@ -215,17 +192,15 @@ class Search:
 
     async def step(self) -> None:
         """Take one candidate from its making to its admission."""
-        repaired = self._free_repair()
-        parent = self.best if repaired is not None else self._select()
-        step = QueryStep(value=parent.score if parent else 0.0)
+        step = QueryStep(value=self.best.score if self.best else 0.0)
         try:
-            made = await self._propose(step, parent, repaired)
+            made = await self._propose(step)
         except (AdapterParseError, PlanError) as error:  # the reply is no workflow
             self.stats.unusable_replies += 1
             self._last_reply = f"The last reply could not be read. {error}"[:FEEDBACK_CHARACTERS]
             made = None
         except dspy.LMError as error:
-            if not self.population or not self._is_alone:
+            if self.best is None or not self._is_alone:
                 raise
             self.stats.stop_reason = f"the planner's LM failed: {error}"[:FEEDBACK_CHARACTERS]
             return
@@ -247,17 +222,13 @@ class Search:
         self._admit(replace(made, execution=execution, score=score, goal=goal))
 
     def _admit(self, candidate: Candidate) -> None:
-        best = self.best
-        if best is not None:
-            self.growth = grown(self.growth, best.score, candidate.score)
         self.stats.origins[candidate.origin] += 1
-        self.population.append(candidate)
-        self.population.sort(key=lambda each: (-each.score, not each.execution.is_complete, each.number))
-        del self.population[POPULATION:]
+        if self.best is None or candidate.rank > self.best.rank:
+            self.best, self._repair = candidate, self._repaired(candidate)
+            self.executor.keep_calls_for(candidate.workflow)
         if candidate.score >= 1:  # what the other steps are about cannot be better
             self.stats.stop_reason = "a workflow ran completely"
             self._others.cancel()
-        self.executor.keep_calls_for(self.population[0].workflow)
 
     async def _goal(self, execution: Execution) -> float:
         if not execution.is_complete:
@@ -265,28 +236,21 @@ class Search:
         results = [check(execution.outputs) for check in self.settings.checks]
         return statistics.mean([float(await each if inspect.isawaitable(each) else each) for each in results])
 
-    def _select(self) -> Candidate | None:
-        """Any candidate with the probability of the intensity, else the best."""
-        if not self.population:
-            return None
-        return self._rng.choice(self.population) if self._rng.random() < intensity(self.growth) else self.best
-
-    async def _propose(self, step: QueryStep, parent: Candidate | None, repaired: Workflow | None) -> Candidate | None:
+    async def _propose(self, step: QueryStep) -> Candidate | None:
         """Make a workflow; None where nothing was found."""
-        without = self.settings.without
-        if parent is None:
+        best = self.best
+        if best is None:
             feedback = self._last_reply or "none yet"
             return self._written("plan", await self._reply("plan", step, self._planning, feedback=feedback))
-        if repaired is not None:
-            return Candidate(repaired, "repair", parent.planned)
-        edited = self._edited(parent) if self._rng.random() < intensity(self.growth) or "LM edits" in without else None
-        if edited is not None or "LM edits" in without:
-            return edited
-        feedback = f"{self._feedback_on(parent)}\n{self._last_reply}".rstrip()
-        fields = {"workflow": self._shown(parent), "feedback": feedback}
-        edited = await self._reply("repair", step, self._editing, **fields)
-        made = self._written("LM edit", edited, parent.execution.outputs)
-        return replace(made, planned=max(parent.planned, made.planned))
+        if self._repair is not None:
+            repaired, self._repair = self._repair, None
+            return Candidate(repaired, "repair", best.planned)
+        if "LM edits" in self.settings.without:
+            return None
+        feedback = f"{self._feedback_on(best)}\n{self._last_reply}".rstrip()
+        edited = await self._reply("repair", step, self._editing, workflow=self._shown(best), feedback=feedback)
+        made = self._written("LM edit", edited, best.execution.outputs)
+        return replace(made, planned=max(best.planned, made.planned))
 
     async def _reply(self, stage: str, step: QueryStep, predictor: dspy.Predict, **fields: str) -> Workflow:
         """Ask for a plan, and read it."""
@@ -314,25 +278,12 @@ class Search:
         lines += [f"node {run.node!r}: {run.outcome(FEEDBACK_CHARACTERS)}" for run in candidate.execution.runs]
         return "\n".join([*lines, "The goal was not reached."] if candidate.execution.is_complete else lines)
 
-    def _free_repair(self) -> Workflow | None:
-        """The best candidate, repaired by what its run observed; None where that changes nothing, or was tried."""
-        best = self.best
-        if best is None or "static repair" in self.settings.without:
-            return None
+    def _repaired(self, candidate: Candidate) -> Workflow | None:
+        """Repair a candidate by what its run observed; None where that changes nothing, or was tried."""
         with suppress(TooMuchWorkError), limited_work():
-            repaired = self._repairer.repaired_run(best.workflow, best.execution)
-            return None if str(repaired) in self._seen else repaired
-        return None
-
-    def _edited(self, parent: Candidate) -> Candidate | None:
-        """Edit a candidate without an LM into one that was not tried, and that passes the check."""
-        if "edits" in self.settings.without:
-            return None
-        checks = bool(self.settings.checks)
-        for edited in self._repairer.edits(parent.workflow, parent.execution, self._rng, everywhere=checks):
-            made = self._written("edit", edited)
-            if str(made.workflow) not in self._seen and not made.workflow.check(self.executor.tools):
-                return replace(made, planned=max(parent.planned, made.planned))
+            if "static repair" not in self.settings.without:
+                repaired = self._repairer.repaired_run(candidate.workflow, candidate.execution)
+                return None if str(repaired) in self._seen else repaired
         return None
 
     def _written(self, origin: Origin, workflow: Workflow, outputs: Mapping[str, Any] | None = None) -> Candidate:

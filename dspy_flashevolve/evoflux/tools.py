@@ -19,12 +19,10 @@ from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.evoflux.schemas import Schema, fault_of_schema, faults_of, types_of
+from dspy_flashevolve.evoflux.schemas import Schema, fault_of_schema, types_of
 
 Effect = Literal["read", "idempotent", "write"]
 """What a call does: nothing; the same as two calls do; or something that must not happen twice."""
-CHECK = "check"
-"""Name of the tool that a workflow always has, see :func:`check`."""
 LIST_SECONDS = 60.0
 """The longest that a session may take to list its tools; a round number, above the start of two slow servers."""
 MOST_PAGES = 100
@@ -205,15 +203,6 @@ async def result_of(session: Any, name: str, arguments: Mapping[str, Any]) -> An
     return await session.send_request(types.ClientRequest(call), types.CallToolResult)
 
 
-async def check(value: Any, schema: dict[str, Any]) -> Any:
-    """Fails unless the value satisfies the JSON Schema, else returns the value."""
-    if fault := fault_of_schema(schema):
-        raise ValueError(f"the value cannot be checked: {fault}")
-    for _, message in faults_of(value, schema):
-        raise ValueError(f"the value is not as it should be: {message}")
-    return value
-
-
 async def catalogue_of(
     given: Sequence[Any], effects: Mapping[str, Effect] | Effect | None = None
 ) -> dict[str, ToolSpec]:
@@ -237,7 +226,7 @@ async def catalogue_of(
     def effect_of(name: str) -> Effect | None:
         return effects.get(name) if isinstance(effects, Mapping) else effects
 
-    tools: list[ToolSpec] = [spec_of(check, "read")]
+    tools: list[ToolSpec] = []
     for tool in given:
         if isinstance(tool, ToolSpec):
             tools.append(tool)
@@ -255,7 +244,7 @@ async def catalogue_of(
     names = [tool.name for tool in tools]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigurationError(f"tools: {twice} are there more than once; give them other names. {CHECK!r} is taken.")
+        raise ConfigurationError(f"tools: {twice} are there more than once; give them other names.")
     catalogue = {spec.name: spec for spec in tools}
     for name, spec in list(catalogue.items()):
         fault = fault_of_schema(spec.input_schema) or fault_of_schema(spec.output_schema)

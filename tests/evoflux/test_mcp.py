@@ -58,7 +58,7 @@ def test_the_catalogue_has_the_servers_own_schemas_and_annotations(tmp_path: Pat
         async with world(tmp_path) as notes:
             tools = await catalogue_of([notes])
         assert {name: spec.effect for name, spec in tools.items()} == {
-            "check": "read", "list_notes": "read", "write_note": "write", "hang": "read", "die": "read", "fail": "read",
+            "list_notes": "read", "write_note": "write", "hang": "read", "die": "read", "fail": "read",
         }  # fmt: skip
         assert tools["write_note"].input_schema["required"] == ["name", "text"]
         assert tools["list_notes"].output_schema is not None
@@ -76,7 +76,7 @@ def test_candidates_change_copies_the_winner_the_directory_and_no_process_is_lef
 
     async def main() -> dspy.Prediction:
         async with world(tmp_path) as notes:
-            return await answered(notes, planner, width=1, without=["edits"])
+            return await answered(notes, planner, width=1)
 
     made = asyncio.run(main())
     assert made.is_complete

@@ -1,32 +1,17 @@
-"""The search's decisions: growth, intensity and score."""
+"""The search's decisions: what it repairs, asks for and scores."""
 
 from __future__ import annotations
 
 import dspy
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dspy_flashevolve.evoflux import Evoflux, Execution, NodeRun
 from dspy_flashevolve.evoflux.search import (
-    FIRST_GROWTH,
     evidence,
-    grown,
-    intensity,
 )
 from dspy_flashevolve.sim.virtual import run
 from tests.evoflux.test_program import ask
 from tests.evoflux.worlds import ScriptedPlanner
-
-
-@given(st.lists(st.floats(0, 1), max_size=30))
-def test_growth_follows_the_papers_formula_and_the_intensity_stays_within_its_bounds(scores: list[float]) -> None:
-    growth, best = FIRST_GROWTH, 0.2
-    for score in scores:
-        before, growth = growth, grown(growth, best, score)
-        assert growth == pytest.approx(0.9 * before + 0.1 * (max(0.0, score - best) / best) ** 2)
-        assert 0.1 < intensity(growth) <= 0.7
-        best = max(best, score)
 
 
 def test_leaving_a_planned_node_out_is_no_evidence() -> None:
@@ -54,7 +39,7 @@ def test_an_async_search_begins_with_as_many_plans_as_its_width() -> None:
 
     def firsts(width: int) -> list[str]:
         planner = ScriptedPlanner(list(plans), [[]])
-        ask(planner, [never], "read", width=width, max_candidates=width, without=["edits"])
+        ask(planner, [never], "read", width=width, max_candidates=width)
         return planner.asked
 
     assert firsts(1).count("plan") == 1
@@ -73,7 +58,7 @@ def test_an_edit_that_leaves_out_what_was_planned_ends_no_search_and_is_what_run
     plan = "a = first()\nb = second(word='wrong')"
     dropped, mended = "a = first()", "a = first()\nb = second(word='right')"
     for edits, nodes in (([dropped, mended], 2), ([dropped], 1)):
-        made = ask(ScriptedPlanner([plan], edits), [first, second], "read", without=["edits"])
+        made = ask(ScriptedPlanner([plan], edits), [first, second], "read")
         assert made.execution.is_complete
         assert made.is_complete == (nodes == 2)
         assert len(made.workflow.nodes) == nodes
@@ -85,7 +70,7 @@ def test_an_edit_that_was_tried_before_is_told_so() -> None:
 
     plan = "a = never(number=1)"
     planner = ScriptedPlanner([plan], [plan, "a = never(number=2)"])
-    ask(planner, [never], "read", max_candidates=2, without=["edits"])
+    ask(planner, [never], "read", max_candidates=2)
     asked = [each for kind, each in zip(planner.asked, planner.prompts, strict=True) if kind == "edit"]
     assert ["tried before" in each for each in asked] == [False, True]
 
@@ -114,6 +99,6 @@ def test_further_requests_are_made_at_the_planners_own_temperature_if_it_has_one
 
     planner = ScriptedPlanner(["a = never(number=1)"], ["a = never(number=2)"])
     planner.lm.kwargs["temperature"] = own
-    ask(planner, [never], "read", max_candidates=2, without=["edits"])
+    ask(planner, [never], "read", max_candidates=2)
     assert planner.asked[1] == "edit"
     assert planner.lm.history[1]["kwargs"]["temperature"] == then
