@@ -33,7 +33,7 @@ ALLOWED = {
     ),
     "evoflux": (
         {"engine", "programs", "evoflux"},
-        {"anyio", "dspy", "jsonschema", "pydantic", "pydantic_core", "referencing"},
+        {"anyio", "dspy", "pydantic", "pydantic_core"},
     ),
     "sim": ({"sim"}, {"aiohttp", "dspy"}),
 }

@@ -1,4 +1,4 @@
-"""Changes to a workflow that need no language model: repairs of what the check or a run complains of, and edits."""
+"""Repairs of a workflow that need no language model: of what the check or a run complains of."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import contextlib
 import copy
 import itertools
 import json
-import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any, cast
 
-from dspy_flashevolve.evoflux.execution import Execution, Fault
+from dspy_flashevolve.evoflux.execution import Execution
 from dspy_flashevolve.evoflux.schemas import Path, Schema, can_fit, faults_of, properties_of
-from dspy_flashevolve.evoflux.tools import CHECK, ToolSpec
+from dspy_flashevolve.evoflux.tools import ToolSpec
 from dspy_flashevolve.evoflux.workflow import Complaint, Node, Reference, Workflow, reference_in, wanted_at
 
 LIKENESS = 0.55
@@ -26,13 +25,17 @@ SURE = 0.75
 CLEAR = 0.05
 """Of two tools whose names are alike by less than this difference, and that both take what is given, an LM has to say
 which one is meant: "run_query" is like "read_query" by .74 and like "write_query" by .70."""
+_LONGEST_NAME = 100
+"""Characters of names that are compared, in quadratic time: an output's key may have a million."""
+_MOST_FIELDS = 1000
+"""Fields of an output that are looked through; a round number."""
 _ROUNDS = 8
 """Repairs follow on each other (a tool is named right, then its parameters); more rounds than that go in circles."""
 
 
 def alike(first: str, second: str) -> float:
     """How alike two names are, from 0 to 1; one that holds the other counts as nearly the same."""
-    first, second = first.lower(), second.lower()
+    first, second = first[:_LONGEST_NAME].lower(), second[:_LONGEST_NAME].lower()
     ratio = SequenceMatcher(None, first, second).ratio()
     holds = min(len(first), len(second)) > 1 and (first in second or second in first)
     return max(ratio, 0.8) if holds else ratio
@@ -46,7 +49,7 @@ def closest(name: str, names: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Repairer:
-    """Repairs and edits workflows by what schemas, names and known values say.
+    """Repairs workflows by what schemas, names and known values say.
 
     Args:
         tools: the catalogue.
@@ -124,61 +127,6 @@ class Repairer:
         found = (re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text, re.IGNORECASE) for text in asked)
         return next((match.group() for match in found if match), value)
 
-    def edits(
-        self, workflow: Workflow, execution: Execution, rng: random.Random, everywhere: bool = False
-    ) -> Iterator[Workflow]:
-        """Yield workflows with one edit, in random order, those at the nodes that failed first.
-
-        An edit swaps a tool, sets a parameter, adds, removes or reorders a node, or inserts a check.
-
-        Args:
-            everywhere: edit nodes that ran, too. Only where a goal is checked does that tell better from worse.
-        """
-        failed: dict[str, Fault] = {run.node: run.fault for run in execution.failures}
-        for node in sorted(workflow.nodes, key=lambda node: (node.id not in failed, rng.random())):
-            if everywhere or node.id in failed:
-                edited = list(self._edits_at(workflow, node, failed.get(node.id, "")))
-                rng.shuffle(edited)
-                yield from edited
-
-    def _edits_at(self, workflow: Workflow, node: Node, fault: Fault) -> Iterator[Workflow]:
-        spec = self.tools.get(node.tool)
-        others = [other for name, other in self.tools.items() if name not in (node.tool, CHECK)]
-        later = dependants(workflow, node.id)
-        # Swap the tool for one that takes all that the node gives, so that what was meant is not lost. One that needs
-        # less is no answer to a parameter that is missing.
-        is_tool_at_fault = bool(node.parameters) and fault not in ("arguments", "reference")
-        for other in others if is_tool_at_fault else ():
-            if set(node.parameters) <= set(properties_of(other.input_schema)):
-                yield with_node(workflow, node, node.changed(tool=other.name))
-        if spec is None:
-            return
-        parameters = properties_of(spec.input_schema)
-        for name, schema in parameters.items():  # set a parameter to a value that its schema names, or to a field
-            is_unset = "default" in schema and name not in node.parameters  # what was written is not lost
-            values = cast("list[Any]", schema.get("enum") or ([schema["default"]] if is_unset else []))
-            found = (self._field_of(source, [name], schema) for source in sources(workflow, node))
-            for value in [*values, *(reference.as_json() for reference in found if reference is not None)]:
-                if node.parameters.get(name) != value:
-                    yield with_node(workflow, node, with_parameter(node, (name,), value))
-        if not later and len(workflow.nodes) > 1:  # remove a node that no other needs
-            yield with_node(workflow, node)
-        for other in workflow.nodes:  # let the node run after another one
-            if other.id not in {node.id, *node.needs, *later}:
-                yield with_node(workflow, node, node.changed(after=(*node.after, other.id)))
-        for path, reference in node.references:  # check a value before the node takes it
-            wanted = wanted_at(spec.input_schema, path)
-            if not isinstance(wanted, str) and wanted and all(other.tool != CHECK for other in workflow.nodes):
-                given = {"value": reference.as_json(), "schema": wanted}
-                check = Node(id=free_name(workflow, "check"), tool=CHECK, parameters=given)
-                yield with_node(workflow, node, check, node.changed(after=(*node.after, check.id)))
-        for other in others:  # add a reading node that needs nothing and gives a parameter
-            if other.effect == "read" and not other.input_schema.get("required"):
-                added = Node(id=free_name(workflow, other.name), tool=other.name)
-                for name, schema in parameters.items():
-                    if reference := self._field_of(added, [name], schema):
-                        yield with_node(workflow, node, added, with_parameter(node, (name,), reference.as_json()))
-
     def _answered(self, workflow: Workflow, complaint: Complaint) -> Workflow:
         """Answer one complaint, or leave the workflow as it is."""
         node = next((node for node in reversed(workflow.nodes) if node.id == complaint.node), None)
@@ -207,7 +155,7 @@ class Repairer:
     def _tool_like(self, node: Node) -> str | None:
         """Return the tool that a node most likely means, by name and parameters; None where two may be meant."""
         given = set(node.parameters)
-        known = {name: set(properties_of(spec.input_schema)) for name, spec in self.tools.items() if name != CHECK}
+        known = {name: set(properties_of(spec.input_schema)) for name, spec in self.tools.items()}
         likeness = {name: alike(node.tool, name) for name in known}
 
         def fit(name: str) -> float:
@@ -244,7 +192,7 @@ class Repairer:
     def _field_of(self, source: Node, names: Sequence[str], wanted: Schema) -> Reference | None:
         """Find the field of an output that fits and has one of some names; of two, the second was asked for in vain."""
         if source.id in self.outputs:
-            fields = list(_fields_in(self.outputs[source.id]))
+            fields = list(itertools.islice(_fields_in(self.outputs[source.id]), _MOST_FIELDS))
             fitting = [path for path, value in fields if not faults_of(value, wanted)]
         else:
             spec = self.tools.get(source.tool)

@@ -28,6 +28,7 @@ from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.sandbox.confinement import LAYERS, Layers
 from dspy_flashevolve.sandbox.contract import (
     HEADER,
+    MOST_VALUES,
     REASONS,
     CallLm,
     Failure,
@@ -41,6 +42,7 @@ from dspy_flashevolve.sandbox.contract import (
     WireError,
     decode,
     encode,
+    has_many_values,
 )
 
 logger = logger_named(__name__)
@@ -546,6 +548,8 @@ def parse_request(message: Any) -> LmRequest:
     Traceback (most recent call last):
     dspy_flashevolve.sandbox.contract.WireError: an LM request with options.api_base: Extra inputs are not permitted
     """
+    if has_many_values(message):
+        raise WireError(f"an LM request of more than {MOST_VALUES:,} values")
     try:
         read = _Request.model_validate(message).model_dump(exclude_unset=True)
     except ValidationError as error:

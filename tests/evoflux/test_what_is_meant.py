@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -41,23 +40,6 @@ def test_a_tool_is_named_right_without_an_lm_only_where_one_is_meant(tool: str, 
     repaired = Repairer(TOOLS).repaired(workflow(("a", tool, given)))
     assert repaired.nodes[0].tool == meant
     assert set(repaired.nodes[0].parameters) >= set(given)
-
-
-@pytest.mark.parametrize("given", [{}, {"repo": "r"}])
-def test_no_edit_takes_a_tool_that_needs_less_where_a_parameter_is_missing(given: dict[str, Any]) -> None:
-    flow = workflow(("a", "git_commit", given))
-    ran = Execution(
-        (NodeRun("a", "git_commit", "failed", fault="arguments", error="message: is required", path=("message",)),)
-    )
-    edits = list(Repairer(TOOLS).edits(flow, ran, random.Random(0)))
-    assert all(edited.nodes[-1].tool == "git_commit" for edited in edits)
-
-
-def test_an_edit_swaps_a_tool_that_raised_for_those_that_take_all_that_it_was_given() -> None:
-    flow = workflow(("a", "git_status", {"repo": "r"}))
-    ran = Execution((NodeRun("a", "git_status", "failed", fault="exception", error="no"),))
-    edits = Repairer(TOOLS).edits(flow, ran, random.Random(0))
-    assert {edited.nodes[-1].tool for edited in edits} == {"git_commit"}
 
 
 def returning(name: str, *fields: str, takes: str) -> ToolSpec:
