@@ -141,7 +141,7 @@ class Copier:
                 if id(part) not in self._parts:
                     self._parts[id(part)] = part
                     waiting.append(part)
-        self._loop_locks = [part for part in self._parts.values() if _is_of_loop(part)]
+        self._loop_locks = [part for part in self._parts.values() if _is_of_loop(type(part))]
         modules = [part for part in self._parts.values() if isinstance(part, Module)]
         self._to_modules, self._to_loop_locks = _leading_to(modules, holders), _leading_to(self._loop_locks, holders)
         self._skeleton = self._to_modules | self._to_loop_locks
@@ -149,10 +149,16 @@ class Copier:
         self._memo: dict[int, Any] = {}
         """What the copies share: id -> what stands there in a copy."""
         self._open_cells: list[tuple[types.CellType, types.CellType]] = []
-        self._share(shared for part in self._parts.values() for shared in self._shared_with(part))
+        for key, part in self._parts.items():
+            if _is_leaf(type(part)) or hasattr(type(part), "__del__"):
+                self._share(part)
+            if _is_lock(type(part)):
+                self._share(part)
+                for holder in holders[key]:
+                    self._share_holder(self._parts[holder], part)
         for key, part in self._parts.items():
             if key not in self._skeleton and key not in self._memo and sys.getsizeof(part) > LARGE_BYTES:
-                self._share([part]) if is_of_run else self._data(part, self._memo)
+                self._memo[key] = part if is_of_run else self._data(part, self._memo)
 
     def copy(self) -> Module:
         """Return a new copy."""
@@ -169,24 +175,25 @@ class Copier:
             return self._program.deepcopy()
         return result
 
-    def _shared_with(self, part: Any) -> list[Any]:
-        """List what is shared since it is of such a kind, or since it holds a lock."""
-        held = _parts_of(part)
-        if id(part) not in self._to_modules:
-            is_shared = isinstance(part, LEAVES) or hasattr(type(part), "__del__") or any(map(_is_lock, [part, *held]))
-            return [part] if is_shared else []
-        if not any(isinstance(lock, THREAD_MUTEXES + LOOP_MUTEXES) for lock in held):
-            return []
-        if isinstance(part, Module):
-            held = [data for name, data in vars(part).items() if name not in OF_DSPY]
-        return [data for data in held if id(data) not in self._to_modules]
+    def _share_holder(self, holder: Any, lock: Any) -> None:
+        """Let copies share what holds a lock; of what leads to a module the data beside a lock that guards it."""
+        if id(holder) not in self._to_modules:
+            self._share(holder)
+        elif isinstance(lock, THREAD_MUTEXES + LOOP_MUTEXES):
+            is_module = isinstance(holder, Module)
+            beside = (
+                [part for name, part in vars(holder).items() if name not in OF_DSPY] if is_module else _parts_of(holder)
+            )
+            for part in beside:
+                self._share(part)
 
-    def _share(self, parts: Iterable[Any]) -> None:
-        """Let copies share these parts with all that they refer to, but no loop's locks beyond its run."""
-        waiting = [part for part in parts if self._is_of_run or id(part) not in self._to_loop_locks]
+    def _share(self, value: Any) -> None:
+        """Let copies share a value with all that it refers to, but nothing of a loop beyond its run."""
+        waiting = [value]
         while waiting:
             part = waiting.pop()
-            if id(part) in self._parts and id(part) not in self._memo:
+            is_open = id(part) in self._parts and id(part) not in self._memo and id(part) not in self._to_modules
+            if is_open and (self._is_of_run or id(part) not in self._to_loop_locks):
                 self._memo[id(part)] = part
                 waiting += _parts_of(part)
 
@@ -230,7 +237,8 @@ class Copier:
 
     def _with_attributes(self, value: Any, result: Any, memo: dict[int, Any]) -> Any:
         memo[id(value)] = result
-        fresh = {"history": []} if isinstance(value, Module) else {"_loop": None} if _is_of_loop(value) else {}
+        kind = type(value)
+        fresh = {"history": []} if isinstance(value, Module) else {"_loop": None} if _is_of_loop(kind) else {}
         for name, part in vars(value).items():
             vars(result)[name] = fresh[name] if name in fresh else self._copy(part, memo)
         return result
@@ -262,30 +270,44 @@ def _leading_to(targets: Iterable[Any], holders: dict[int, list[int]]) -> set[in
 
 def _parts_of(value: Any) -> list[Any]:
     """List what a value holds directly, but what cannot change."""
-    if isinstance(value, LEAVES):
-        return []
     if isinstance(value, types.MethodType):
         parts = [value.__self__]
     elif isinstance(value, types.FunctionType):
         parts = [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, vars(value)]
+    elif _is_leaf(type(value)):
+        return []
     else:
         attributes: Any = getattr(value, "__dict__", None)
         parts = [part for part in gc.get_referents(value) if part is not attributes]
         parts += [] if attributes is None else attributes.values()
-    return [part for part in parts if not isinstance(part, VALUES)]
+    return [part for part in parts if not _is_value(type(part))]
 
 
-def _is_lock(value: Any) -> bool:
-    """Whether a value is a lock or a limiter, whoever wrote it."""
-    has_acquire = callable(getattr(type(value), "acquire", None)) and not isinstance(value, Module)
-    return has_acquire or isinstance(value, LOCKS + LOOP_LOCKS)
+_by_kind = functools.lru_cache(maxsize=1024)  # parts may be a million
 
 
-def _is_of_loop(value: Any) -> bool:
-    return isinstance(value, LOOP_LOCKS) or inspect.iscoroutinefunction(getattr(type(value), "acquire", None))
+@_by_kind
+def _is_value(kind: type) -> bool:
+    return issubclass(kind, VALUES)
 
 
-@functools.lru_cache(maxsize=256)
+@_by_kind
+def _is_leaf(kind: type) -> bool:
+    return issubclass(kind, LEAVES)
+
+
+@_by_kind
+def _is_lock(kind: type) -> bool:
+    """Whether objects of a class are locks or limiters, whoever wrote it."""
+    return issubclass(kind, LOCKS + LOOP_LOCKS) or (hasattr(kind, "acquire") and not issubclass(kind, Module))
+
+
+@_by_kind
+def _is_of_loop(kind: type) -> bool:
+    return issubclass(kind, LOOP_LOCKS) or inspect.iscoroutinefunction(getattr(kind, "acquire", None))
+
+
+@_by_kind
 def _is_plain(kind: type) -> bool:
     """Whether objects of a class are nothing but their attributes; pydantic's, such as ``dspy.Tool``, are."""
     if kind is types.SimpleNamespace or hasattr(kind, "__pydantic_validator__"):
