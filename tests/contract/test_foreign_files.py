@@ -33,7 +33,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, RootModel
 
-from dspy_flashevolve import AsyncGEPA, ConfigurationError, FlashEvolveError
+from dspy_flashevolve import AsyncGEPA, ConfigurationError, FlashEvolveError, RunAbortedError
 from tests.contract.surface import command, problems
 from tests.contract.test_meta_harness import search
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for, task_lm
@@ -689,3 +689,20 @@ def test_no_damage_of_a_journal_ends_in_an_error_of_another_kind(interrupted: Pa
 def test_no_damage_of_many_ends_in_an_error_of_another_kind(interrupted: Path, tmp_path: Path) -> None:
     for seed in range(4, 100):
         check_damaged(interrupted, tmp_path, seed)
+
+
+@pytest.mark.parametrize("name", ["gepa_state.bin", "candidates.json", "generated_best_outputs_valset"])
+def test_a_file_that_cannot_be_written_ends_the_run_with_its_name_and_nothing_is_lost(
+    tmp_path: Path, name: str
+) -> None:
+    """As on a full disk; what was paid for is in the journal, and the best program so far in the error."""
+    hindrance = tmp_path / (name if name == "generated_best_outputs_valset" else f"{name}.tmp")
+    hindrance.touch() if hindrance.name == name else hindrance.mkdir()
+    with pytest.raises(RunAbortedError, match=f"{name}.* cannot be written .*log_dir") as caught:
+        compiled(tmp_path, 80, track_best_outputs=True)
+    assert "cloudpickle" not in str(caught.value)
+    assert isinstance(caught.value.best_program, Chain)
+    assert problems(tmp_path) == []
+    hindrance.unlink() if hindrance.name == name else hindrance.rmdir()
+    assert compiled(tmp_path, 80, track_best_outputs=True).async_stats.outcome == "finished"
+    assert problems(tmp_path) == []
