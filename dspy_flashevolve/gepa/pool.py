@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from html import escape
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,8 +181,6 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
                 frontier_type=self.frontier_type,
                 evaluation_cache=self._initial_evaluation_cache,
             )
-            for example, output in evaluation.outputs_by_val_id.items():
-                self._write_output(example, 0, 0, output)
         elif self._initial_evaluation_cache is None or real.evaluation_cache is None:
             real.evaluation_cache = self._initial_evaluation_cache
         if early.full_program_trace:
@@ -195,20 +194,16 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self.seed_confirmed = True
         self.reports.seed_validated(self._config())
         early.add_budget_hook(self._on_calls)
+        for example, output in evaluation.outputs_by_val_id.items():
+            self._write_output(example, 0, 0, output)
 
     def save(self, *, force: bool = False) -> bool:
         """Write gepa's checkpoint, unless the last one is fresh enough; whether it was written."""
         if not self.seed_confirmed or (not force and time.monotonic() - self._saved_at < self._checkpoint_seconds):
             return False
         self._sync_adapter_state_to_state(self.state)
-        counted = self.state.total_num_evals
-        # What live steps have spent is spent, even if the run is killed before they end.
-        self.state.total_num_evals = max(counted, self._budget.spent)
-        try:
-            if self._directory is not None:
-                self._write_checkpoint(self._directory)
-        finally:
-            self.state.total_num_evals = counted
+        if self._directory is not None:
+            self._write_checkpoint(self._directory)
         self._saved_at = time.monotonic()
         return True
 
@@ -221,22 +216,20 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         state, write = self.state, cloudpickle.dumps if self.use_cloudpickle else pickle.dumps
         left_out = state._EXCLUDED_FROM_SERIALIZATION  # pyright: ignore[reportPrivateUsage]
         held = {name: value for name, value in vars(state).items() if name not in left_out}
+        # What live steps have spent is spent, even if the run is killed before they end.
+        held["total_num_evals"] = max(state.total_num_evals, self._budget.spent)
         try:
             content = write(held)
         except Exception:
+            kept = partial(as_writable, write=pickle.dumps)
             if (best := state.best_outputs_valset) is not None:
                 held["best_outputs_valset"] = {
-                    i: [(index, as_writable(output, pickle.dumps)) for index, output in outputs]
-                    for i, outputs in best.items()
+                    example: [(index, kept(output)) for index, output in outputs] for example, outputs in best.items()
                 }
             if (cache := state.evaluation_cache) is not None:
                 known = cache._cache  # pyright: ignore[reportPrivateUsage]
-                held["evaluation_cache"] = EvaluationCache(
-                    {
-                        key: replace(entry, output=as_writable(entry.output, pickle.dumps))
-                        for key, entry in known.items()
-                    }
-                )
+                entries = {key: replace(entry, output=kept(entry.output)) for key, entry in known.items()}
+                held["evaluation_cache"] = EvaluationCache(entries)
             content = write(held)
         write_private(directory / CHECKPOINT, content)
         if state.full_program_trace:

@@ -33,7 +33,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, RootModel
 
-from dspy_flashevolve import AsyncGEPA, ConfigurationError, FlashEvolveError
+from dspy_flashevolve import AsyncGEPA, ConfigurationError, FlashEvolveError, RunAbortedError
 from tests.contract.surface import command, problems
 from tests.contract.test_meta_harness import search
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for, task_lm
@@ -597,7 +597,7 @@ JUNK = [
     0,
     '"z"',
 ]
-READERS = (["check"], ["report", "-o", "OUT"], ["watch", "--once"], ["lineage", "--prompts"], ["timeline", "-o", "OUT"],
+COMMANDS = (["check"], ["report", "-o", "OUT"], ["watch", "--once"], ["lineage", "--prompts"], ["timeline", "-o", "OUT"],
            ["export", "OUT"], ["compare"])  # fmt: skip
 
 
@@ -649,7 +649,7 @@ def check_damaged(interrupted: Path, tmp_path: Path, seed: int) -> None:
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(interrupted, run)
     what = f"{seed}: {damage(run / 'journal.sqlite', random.Random(seed))}"
-    for name, *more in READERS:
+    for name, *more in COMMANDS:
         status, _, complaint = command(name, str(run), *(word.replace("OUT", out) for word in more))
         assert status in ((0, 1, 3) if name == "check" else (0, 2, 3)), what
         assert len(complaint.splitlines()) == (status in (2, 3)), what
@@ -689,3 +689,66 @@ def test_no_damage_of_a_journal_ends_in_an_error_of_another_kind(interrupted: Pa
 def test_no_damage_of_many_ends_in_an_error_of_another_kind(interrupted: Path, tmp_path: Path) -> None:
     for seed in range(4, 100):
         check_damaged(interrupted, tmp_path, seed)
+
+
+@pytest.mark.parametrize("name", ["gepa_state.bin", "candidates.json", "generated_best_outputs_valset"])
+def test_a_file_that_cannot_be_written_ends_the_run_with_its_name_and_nothing_is_lost(
+    tmp_path: Path, name: str
+) -> None:
+    """As on a full disk; what was paid for is in the journal, and the best program so far in the error."""
+    hindrance = tmp_path / (name if name == "generated_best_outputs_valset" else f"{name}.tmp")
+    hindrance.touch() if hindrance.name == name else hindrance.mkdir()
+    with pytest.raises(RunAbortedError, match=f"{name}.* cannot be written .*log_dir") as caught:
+        compiled(tmp_path, 80, track_best_outputs=True)
+    assert "cloudpickle" not in str(caught.value)
+    assert isinstance(caught.value.best_program, Chain)
+    assert problems(tmp_path) == []
+    hindrance.unlink() if hindrance.name == name else hindrance.rmdir()
+    assert compiled(tmp_path, 80, track_best_outputs=True).async_stats.outcome == "finished"
+    assert problems(tmp_path) == []
+
+
+# A run of thousands of candidates, each made from the one before
+
+
+def chain(directory: Path, candidates: int) -> Path:
+    """A run of gepa's, whose prompts have thirty lines, one of them changed from each to the next."""
+    directory.mkdir()
+    texts = [{"steps[0]": "\n".join(f"Rule {max(k, n - (n - k) % 30)}" for k in range(30))} for n in range(candidates)]
+    state = {
+        "program_candidates": texts,
+        "prog_candidate_val_subscores": [dict.fromkeys(range(3), n / candidates) for n in range(candidates)],
+        "parent_program_for_candidate": [[n - 1 if n else None] for n in range(candidates)],
+        "num_metric_calls_by_discovery": list(range(candidates)),
+        "total_num_evals": candidates,
+    }
+    (directory / "gepa_state.bin").write_bytes(pickle.dumps(state))
+    return directory
+
+
+def calls_of(*arguments: str) -> tuple[int, int]:
+    """How many functions a command calls, and how much it prints or writes."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        status, out, _ = command(*arguments)
+    finally:
+        sys.setprofile(None)
+    assert status == 0
+    return calls, len(out)
+
+
+@pytest.mark.parametrize(
+    "reader", [["report", "-o", "OUT"], ["lineage", "--prompts"], ["watch", "--once"], ["compare"]]
+)
+def test_what_a_command_does_and_prints_grows_with_the_run_and_no_faster(tmp_path: Path, words: list[str]) -> None:
+    name, *more = [word.replace("OUT", str(tmp_path / "page")) for word in words]
+    command(name, str(chain(tmp_path / "first", 2)), *more)  # what is imported and compiled once
+    (few, little), (many, much) = (calls_of(name, str(chain(tmp_path / str(n), n)), *more) for n in (150, 600))
+    assert many < 5 * few
+    assert much <= 5 * max(little, 100)
