@@ -136,7 +136,9 @@ class DirectoryWorld:
     async def _session(self, name: str) -> Any:
         """The session with a server, which is started unless it runs."""
         async with self._starting:
-            if name not in self._owners or self._owners[name].done():
+            if name in self._owners and self._owners[name].done():
+                await self._end(self._owners.pop(name))
+            if name not in self._owners:
                 ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
                 # The SDK's scopes have to be left by the task that entered them, so a task of its own owns a server.
                 self._owners[name] = asyncio.create_task(self._own(self.servers[name], ready), name=uuid4().hex)
@@ -223,8 +225,7 @@ def _links(place: Path, root: Path) -> Iterator[tuple[Path, str]]:
 
 def _copy(directory: Path, place: Path) -> None:
     """Copy a directory with files of its own, and with links that lead into the copy."""
-    for _ in _links(directory, directory):  # a device must not be read
-        pass
+    list(_links(directory, directory))  # a device must not be read
     shutil.copytree(directory, place, symlinks=True)
     for path, target in list(_links(place, directory)):
         path.unlink()

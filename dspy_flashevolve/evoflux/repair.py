@@ -15,7 +15,7 @@ from typing import Any, cast
 from dspy_flashevolve.evoflux.execution import Execution
 from dspy_flashevolve.evoflux.schemas import Path, Schema, can_fit, faults_of, properties_of
 from dspy_flashevolve.evoflux.tools import ToolSpec
-from dspy_flashevolve.evoflux.workflow import Complaint, Node, Reference, Workflow, reference_in, wanted_at
+from dspy_flashevolve.evoflux.workflow import Complaint, Node, Reference, Workflow, wanted_at
 
 LIKENESS = 0.55
 """Similarity of two names (difflib's ratio) from which one is taken for the other. A round number: "city_name" and
@@ -63,8 +63,6 @@ class Repairer:
 
     def repaired(self, workflow: Workflow) -> Workflow:
         """Repair what the static check complains of, as far as it is clear how."""
-        for node in workflow.nodes:
-            workflow = with_node(workflow, node, self._with_what_was_looked_up(workflow, node))
         for _ in range(_ROUNDS):
             complaints = workflow.check(self.tools)
             # Identifiers first: while two nodes share one, a complaint does not say which of them it means.
@@ -77,55 +75,14 @@ class Repairer:
             workflow = changed
         return workflow
 
-    def _with_what_was_looked_up(self, workflow: Workflow, node: Node) -> Node:
-        """Take a parameter from the output of another node that was given the same text for something else.
-
-        Small planners write ``order(sku="tea")`` after ``find(name="tea")``, which returns the sku.
-        """
-        spec, changed = self.tools.get(node.tool), node
-        for name, schema in properties_of(spec.input_schema if spec is not None else None).items():
-            text = node.parameters.get(name)
-            if not isinstance(text, str) or not text:
-                continue
-            for source in sources(workflow, node):
-                has_it = any(other != name and given == text for other, given in source.parameters.items())
-                reference = self._field_of(source, [name], schema) if has_it else None
-                if reference is not None:
-                    changed = with_parameter(changed, (name,), reference.as_json())
-                    break
-        return changed
-
     def repaired_run(self, workflow: Workflow, execution: Execution) -> Workflow:
-        """Repair what a run complained of: references to fields that are not there, arguments against the schema.
-
-        Of a node whose tool raised, texts are spelled as the question does, or are the result that they name.
-        """
+        """Repair what a run complained of: references to fields that are not there, arguments against the schema."""
         known = replace(self, outputs=execution.outputs)
         for run in execution.failures:
             if run.path and run.tool in self.tools:
                 complaint = Complaint(run.node, run.path, run.error, "reference")
                 workflow = known._answered(workflow, complaint)
-            elif run.fault == "exception":
-                node = next(node for node in workflow.nodes if node.id == run.node)
-                names = {source.id for source in sources(workflow, node)}
-                workflow = with_node(workflow, node, node.changed(parameters=self._as_meant(node.parameters, names)))
         return known.repaired(workflow)
-
-    def _as_meant(self, value: Any, names: set[str]) -> Any:
-        """Spell texts of a value as the question does, "Tea" as "tea", and take the quotes from a result's name."""
-        if isinstance(value, dict) and reference_in(value) is None:
-            return {name: self._as_meant(inner, names) for name, inner in cast("dict[str, Any]", value).items()}
-        if isinstance(value, list):
-            return [self._as_meant(inner, names) for inner in cast("list[Any]", value)]
-        asked = [text for text in self.inputs.values() if isinstance(text, str)]
-        if not isinstance(value, str) or not value or any(value in text for text in asked):
-            return value
-        if value in names:
-            return Reference(value).as_json()
-        if len(value) <= 3 and value.isupper():  # a code such as "US", and no "us" of the question
-            return value
-        found = (re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text, re.IGNORECASE) for text in asked)
-        return next((match.group() for match in found if match), value)
 
     def _answered(self, workflow: Workflow, complaint: Complaint) -> Workflow:
         """Answer one complaint, or leave the workflow as it is."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from operator import ge, gt, le, lt
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 from urllib.parse import unquote
 
 from pydantic_core import SchemaError, SchemaValidator, core_schema
@@ -23,12 +23,11 @@ Schema = dict[str, Any]
 Path = tuple[str | int, ...]
 Fault = tuple[Path, str]
 """Where in a value something is wrong, and what."""
-T = TypeVar("T")
 
 MOST_FAULTS = 20
 """Faults of a value that are listed; a round number, more than a planner mends at once."""
 MOST_STEPS = 100_000
-"""Values, keywords and choices that a check looks at: some tenths of a second, and 150 kB of rows. Not tuned."""
+"""Values that a check looks at, with the keywords and lists of their schemas: some tenths of a second. Not tuned."""
 LARGEST_SCHEMA = 100_000
 """Characters of a tool's schema as JSON; a round number, ten times the schema of a large API call."""
 DEEPEST_SCHEMA = 100
@@ -67,15 +66,10 @@ class _Work:
     def __init__(self) -> None:
         self._steps = 0
 
-    def count(self, steps: int = 1) -> None:
+    def count(self, steps: int) -> None:
         self._steps += steps
         if self._steps > MOST_STEPS:
             raise TooMuchWorkError(f"the check takes more than {MOST_STEPS:,} steps")
-
-    def each(self, items: Iterable[T]) -> Iterator[T]:
-        for item in items:
-            self.count()
-            yield item
 
 
 _WORK: ContextVar[_Work | None] = ContextVar("work", default=None)
@@ -140,11 +134,13 @@ _Found = Iterator[tuple[Path, str, Any, Any]]
 
 def _faults(value: Any, schema: Any, root: Schema, path: Path, work: _Work) -> _Found:
     """Yield each fault as its path, the keyword, the value there, and what was expected."""
-    work.count()
+    work.count(1)
     if schema is False:
         yield path, "false", value, "no value"
     if not isinstance(schema, dict) or not schema:
         return
+    keywords = cast(Schema, schema).items()
+    work.count(len(keywords) + sum(len(cast("list[Any]", part)) for _, part in keywords if isinstance(part, list)))
 
     def inside(part: Any, value: Any = value, *names: str | int) -> _Found:
         return _faults(value, part, root, (*path, *names), work)
@@ -155,19 +151,18 @@ def _faults(value: Any, schema: Any, root: Schema, path: Path, work: _Work) -> _
         work.count(len(reference) // 100)
         target = _target(reference, root)
         yield from [(path, "$ref", value, reference)] if target is None else inside(target)
-    if kinds and not any(_is(value, kind) for kind in work.each(kinds)):
+    if kinds and not any(_is(value, kind) for kind in kinds):
         yield path, "type", value, kinds[0] if len(kinds) == 1 else kinds
     for keyword, choices in (("enum", parts_of(schema, "enum")), ("const", [of("const")] if "const" in schema else [])):
         # In Python, unlike in JSON, True is 1.
-        are_equal = (value == each and isinstance(value, bool) == isinstance(each, bool) for each in work.each(choices))
-        if choices and not any(are_equal):
+        if choices and not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in choices):
             yield path, keyword, value, schema[keyword]
     for part in parts_of(schema, "allOf"):
         yield from inside(part)
     for keyword in ("anyOf", "oneOf"):
         if (parts := parts_of(schema, keyword)) and all(next(inside(part), None) is not None for part in parts):
             yield path, "anyOf", value, parts
-    for keyword, limit in work.each(cast(Schema, schema).items()):
+    for keyword, limit in keywords:
         kind, is_past = _LIMITS.get(keyword, ("", None))
         if is_past is None or not (_is(value, kind) and _is(limit, "number")):
             continue
@@ -181,7 +176,7 @@ def _faults(value: Any, schema: Any, root: Schema, path: Path, work: _Work) -> _
             yield from inside(of("items", True), item, place)
     if isinstance(value, dict):
         fields, named = cast("dict[str, Any]", value), _object(schema, "properties")
-        for name in work.each(required_of(schema)):
+        for name in required_of(schema):
             if name not in fields:
                 yield (*path, name), "required", value, name
         others = True if "patternProperties" in schema else of("additionalProperties", True)

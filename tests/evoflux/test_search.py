@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dspy
 import pytest
 
-from dspy_flashevolve.evoflux import Evoflux, Execution, NodeRun
+from dspy_flashevolve.evoflux import Execution, NodeRun
 from dspy_flashevolve.evoflux.search import (
     evidence,
 )
-from dspy_flashevolve.sim.virtual import run
 from tests.evoflux.test_program import ask
 from tests.evoflux.worlds import ScriptedPlanner
 
@@ -73,21 +71,6 @@ def test_an_edit_that_was_tried_before_is_told_so() -> None:
     ask(planner, [never], "read", max_candidates=2)
     asked = [each for kind, each in zip(planner.asked, planner.prompts, strict=True) if kind == "edit"]
     assert ["tried before" in each for each in asked] == [False, True]
-
-
-def test_where_a_tool_raised_its_texts_are_spelled_as_the_question_does() -> None:
-    seen: list[str] = []
-
-    def price(item: str) -> int:
-        seen.append(item)
-        return {"oslo": 5}[item]
-
-    planner = ScriptedPlanner(["a = price(item='OSLO')"])
-    program = Evoflux("question -> answer", [price], effects="read", without=["LM edits"])
-    with dspy.context(lm=planner.lm):
-        made = run(lambda: program.acall(question="What does oslo cost?"))
-    assert (seen, made.is_complete) == (["OSLO", "oslo"], True)
-    assert planner.asked == ["plan", "answer"]
 
 
 @pytest.mark.parametrize(("own", "then"), [(0.0, 1.0), (None, 1.0), (0.3, 0.3)])
