@@ -29,9 +29,11 @@ from dspy_flashevolve.gepa.parts import (
     likeness,
     normal,
     parts_of,
+    said_once,
     same_text,
     sections_of,
     title_of,
+    wording_of,
     words_of,
 )  # fmt: skip
 
@@ -213,6 +215,12 @@ class Weave:
             faces = [face_of(self._parts[key].text) for key in order], [face_of(part.text) for part in parts]
             for block in difflib.SequenceMatcher(None, *faces, autojunk=False).get_matching_blocks():
                 there.update(order[block.a : block.a + block.size])
+            said = {wording_of(self._parts[key]) for key in there if self._adders[key] is None} - {""}
+            for key in order:  # what another part says may be there as well: it is not seen
+                if key in there:
+                    said |= {wording_of(self._parts[key])} - {""}
+                elif wording_of(self._parts[key]) in said:
+                    there.add(key)
         numbers = frozenset(
             number
             for number, change in enumerate(self.changes)
@@ -269,7 +277,9 @@ class Weave:
     def _visible(self, component: str, chosen: Collection[int]) -> list[int]:
         gone = {part for number in chosen for part in self.changes[number].removes}
         adders = {None, *chosen}
-        return [key for key in self._orders[component] if self._adders[key] in adders and key not in gone]
+        ids = [key for key in self._orders[component] if self._adders[key] in adders and key not in gone]
+        parts, base = [self._parts[key] for key in ids], {at for at, key in enumerate(ids) if self._adders[key] is None}
+        return [ids[at] for at in said_once(parts, {wording_of(parts[at]) for at in base}, base)]
 
     def _joined(self, ids: Sequence[int]) -> str:
         """The text of some parts; their lists are numbered anew."""
@@ -443,7 +453,12 @@ class Weave:
         for group in groups:
             dropped = lost.intersection(self._adders[key] for key in group.old)
             back = {part for number in dropped for part in self.changes[number].removes}
-            removes = tuple(key for key in order if key in surplus and (key in group.old or key in back))
+            said = {wording_of(self._parts[key]) for key in group.old} - {""}
+            removes = tuple(
+                key
+                for key in order
+                if key in surplus and (key in group.old or key in back or wording_of(self._parts[key]) in said)
+            )
             parts = [new[at] for at in group.new]
             if not parts and not removes:
                 continue

@@ -68,13 +68,17 @@ class Consolidations:
             if len(children) >= LEAST_ALTERNATIVES
         }
 
+    def may_write(self, texts: Texts) -> bool:
+        """Whether a candidate that has grown may still be written anew: once each. Runs in the pool's writer."""
+        return not (self._calls.are_spent or self._credit.is_written_anew(texts))
+
     async def written(self, step: Step, head: Proposal, least_edits: int, joins: bool) -> Screened | None:
-        """Let the reflection LM write anew the components of a head that have enough edits, or alternatives.
+        """Let the reflection LM write anew the components of a head that have grown, or have alternatives.
 
         Args:
             step: that pays the request.
             head: what was composed.
-            least_edits: how many edits in a text are enough.
+            least_edits: a text with fewer is left as it is.
             joins: whether alternatives are read.
 
         Returns:
@@ -93,6 +97,8 @@ class Consolidations:
         }
         record = ReplyText(hash_of({"consolidate": json.dumps(inputs["texts"], sort_keys=True)}))
         lm = self._settings.reflection_lm
+        if effects:
+            await self._pool.write(self._credit.mark_written_anew, texts)
         try:
             asked = await self._run.call_module(
                 "integrate", step, Consolidation(), inputs, lm=lm, read=_clean_texts, record=record
@@ -115,7 +121,9 @@ class Consolidations:
     def _inputs(self, texts: Texts, least_edits: int, joins: bool) -> tuple[dict[str, Any], dict[str, dict[int, str]]]:
         """The effects of edits and the alternatives, of the components that are written anew."""
         others = self.alternatives(self._credit.changes_in(texts)) if joins else {}
-        return self._credit.grown(texts, least_edits), others
+        effects = self._credit.effects_in(texts)
+        grown = {name: effects.get(name, []) for name in self._credit.grown_in(texts)}
+        return {name: rows for name, rows in grown.items() if len(rows) >= least_edits}, others
 
 
 def _clean_texts(answer: Any) -> dict[str, str]:

@@ -24,6 +24,7 @@ from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.staleness import Texts
 from dspy_flashevolve.gepa.changes import Change, IsEdited, Weave, changes_between, is_too_long, never_edited
 from dspy_flashevolve.gepa.edits import put_into
+from dspy_flashevolve.gepa.parts import is_rewrite
 from dspy_flashevolve.observe.statistics import ChangeRecord
 
 Array = NDArray[np.float64]
@@ -91,12 +92,12 @@ class Outlook:
 
     Args:
         joins: whether children come as changes; False where more of the last ones are rewrites, None before the first.
-        head_changes: how many changes the head has, as far as the last estimate tells.
+        is_grown: the head joins what several children added to one text, as far as the last estimate tells.
         alternatives: how many children are alternatives to the head's text of a component, at most.
     """
 
     joins: bool | None = None
-    head_changes: int = 0
+    is_grown: bool = False
     alternatives: int = 0
 
 
@@ -226,6 +227,10 @@ class Credit:
         self.outlook = Outlook()
         self._read = set[int]()
         """Steps whose children a text was written anew of, though none of their changes was in it."""
+        self._grown = set[str]()
+        """Texts, as hashes, each with its component's name, that have grown; see :meth:`grown_in`."""
+        self._written_anew = set[str]()
+        """Texts, as hashes, that the reflection LM was asked to write anew."""
         self._before: tuple[Weave, dict[str, frozenset[int]], list[int]] | None = None
         """The former base's changes, the candidates made of them, of which children may still come, and the numbers of
         those that were kept. A run that goes on has forgotten them: then such a child stands for itself."""
@@ -272,7 +277,7 @@ class Credit:
         best = self._best()
         alternatives = max(map(len, self.alternatives(best).values()), default=0)
         joins = 2 * sum(rewrites) <= len(rewrites) if rewrites else None
-        self.outlook = Outlook(joins, len(best), alternatives)
+        self.outlook = Outlook(joins, bool(self._joined(best)), alternatives)
 
     def variant(self, rng: random.Random) -> Texts:
         """Compose a candidate that tests changes: the head with and without some of those of unknown effect."""
@@ -299,6 +304,7 @@ class Credit:
             parent, child: their texts.
             split, scores: what the child had on its screen.
         """
+        self.mark_grown(child, [name for name in self.grown_in(parent) if not is_rewrite(parent[name], child[name])])
         composition = self._compositions.get(hash_of(parent))
         if composition is None:
             return self._take_late(step, parent, child)
@@ -310,7 +316,7 @@ class Credit:
         composition, is_exact = taken
         if not is_exact:
             return True  # it adds nothing that is not known, but its text is another one: its scores tell nothing
-        self._compositions.setdefault(hash_of(child), composition)
+        self._record_composition(child, composition)
         for example, score in scores.items():
             self._evidence.add((self._era, split, example), composition, score)
         return True
@@ -358,18 +364,34 @@ class Credit:
         gain = sum(mean[number] for number in chosen - last) - sum(mean[number] for number in last - chosen)
         return Head(self._compose(chosen), chosen, gain)
 
-    def grown(self, texts: Texts, least: int) -> dict[str, list[tuple[str, float, float]]]:
-        """Find the components in which a composed candidate has at least ``least`` changes.
+    def effects_in(self, texts: Texts) -> dict[str, list[tuple[str, float, float]]]:
+        """List the changes in a composed candidate.
 
         Returns:
             Component -> for each of its changes the part that it puts in, its estimated effect, and the standard error.
         """
-        grown: dict[str, list[tuple[str, float, float]]] = {}
+        rows: dict[str, list[tuple[str, float, float]]] = {}
         mean, error = self._means(), self._errors()
-        for number in sorted(self.changes_in(texts)):
+        for number in sorted(self._compositions.get(hash_of(texts), ())):
             change = self._changes[number]
-            grown.setdefault(change.component, []).append((change.part, mean[number], error[number]))
-        return {name: rows for name, rows in grown.items() if len(rows) >= least}
+            rows.setdefault(change.component, []).append((change.part, mean[number], error[number]))
+        return rows
+
+    def grown_in(self, texts: Texts) -> list[str]:
+        """Name the components whose text has grown: it joins what several children added who may not have seen each
+        other's, or was made of such a text by edits."""
+        return [name for name, text in texts.items() if hash_of({name: text}) in self._grown]
+
+    def mark_grown(self, texts: Texts, names: Iterable[str]) -> None:
+        """Take note that these components of a candidate have grown."""
+        self._grown.update(hash_of({name: texts[name]}) for name in names)
+
+    def _joined(self, chosen: Iterable[int]) -> list[str]:
+        """Name the components in which several children have changes, or one in a text that has grown."""
+        steps: dict[str, set[int]] = {name: {-1} for name in self.grown_in(self._weave.base)}
+        for number in chosen:
+            steps.setdefault(self._changes[number].component, set()).add(self._steps[number])
+        return [name for name, made in steps.items() if len(made) > 1]
 
     def alternatives(self, chosen: Collection[int]) -> dict[str, dict[int, str]]:
         """Find children that are expected to help and have nothing in a composed candidate, since it has a rival of
@@ -400,6 +422,14 @@ class Credit:
         """Take note that a text is written anew of the alternatives that these steps made."""
         self._read.update(steps)
         self._publish()
+
+    def mark_written_anew(self, texts: Texts) -> None:
+        """Take note that the reflection LM is asked to write these texts anew."""
+        self._written_anew.add(hash_of(texts))
+
+    def is_written_anew(self, texts: Texts) -> bool:
+        """Whether the reflection LM was asked to write these texts anew, whatever came of it."""
+        return hash_of(texts) in self._written_anew
 
     def mark_validating(self, step: int, head: Head) -> None:
         """Compare later heads with this one, which a step begins to validate."""
@@ -442,6 +472,7 @@ class Credit:
             "steps": self._steps,
             "children": list(self._children),
             "read": sorted(self._read),
+            "written_anew": sorted(self._written_anew),
             "tried": [[step, sorted(changes)] for step, changes in self._tried.items()],
             "effects": [[record.effect, record.error] for record in self._present()],
             "former": [asdict(record) for record in self._former],
@@ -462,11 +493,13 @@ class Credit:
         self._children.extend((step, is_rewrite) for step, is_rewrite in kept.get("children", ()))
         self._former = [ChangeRecord(**record) for record in kept.get("former", ())]
         self._read.update(kept.get("read", ()))
+        self._written_anew.update(kept.get("written_anew", ()))
         self._tried = {step: frozenset(changes) for step, changes in kept["tried"]}
         for name, texts in candidates.items():
             numbers = self._weave.numbers_in(texts) if texts.keys() == self._weave.base.keys() else None
             if numbers is not None:
                 self._compositions.setdefault(name, numbers)
+                self.mark_grown(texts, self._joined(numbers))
         for rollout in rollouts:
             self.record_score(*rollout)
         self._publish()
@@ -493,8 +526,13 @@ class Credit:
 
     def _compose(self, chosen: frozenset[int]) -> Texts:
         candidate = self._weave.compose(chosen)
-        self._compositions.setdefault(hash_of(candidate), chosen)
+        self._record_composition(candidate, chosen)
         return candidate
+
+    def _record_composition(self, candidate: Texts, chosen: frozenset[int]) -> None:
+        """Take note of the changes of which a candidate is composed."""
+        self._compositions.setdefault(hash_of(candidate), chosen)
+        self.mark_grown(candidate, self._joined(chosen))
 
     def _best(self) -> list[int]:
         """The changes that are expected to help, the best first."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from pydantic import BaseModel, Field, ValidationError
 
 from dspy_flashevolve.gepa.changes import Change
-from dspy_flashevolve.gepa.parts import REWORDED, Part, is_json, likeness, parts_of
+from dspy_flashevolve.gepa.parts import REWORDED, Part, is_json, likeness, parts_of, said_once, wording_of
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +232,8 @@ def edited(instruction: str, edits: Sequence[Edit]) -> str:
     """The instruction that edits make of one.
 
     An edit of a part that is not there is left out. Of several replacements of one part the first goes in its place,
-    the others behind it. An item that is put behind the last one of a list joins the list.
+    the others behind it. An item that is put behind the last one of a list joins the list. What another part says
+    already, word for word, is not put in.
 
     >>> edited("Answer.\\n- Be brief.\\n\\nThanks.", [Edit(action="add", part=2, text="- Be kind.")])
     'Answer.\\n- Be brief.\\n- Be kind.\\n\\nThanks.'
@@ -240,14 +242,19 @@ def edited(instruction: str, edits: Sequence[Edit]) -> str:
     kept: dict[int, str | None] = {number: part.text for number, part in enumerate(parts, start=1)}
     added: dict[int, list[str]] = {}
     changed: set[int] = set()
+    said = Counter(map(wording_of, parts))
     for edit in edits:
-        text = _NUMBER.sub("", edit.text).strip("\n").rstrip()
         number = min(max(edit.part, 0), len(parts)) if edit.action == "add" else edit.part
+        if edit.action != "add" and number in kept:
+            said[wording_of(parts[number - 1])] -= 1
+        new = parts_of(_NUMBER.sub("", edit.text).strip("\n").rstrip())
+        text = "".join(new[at].before + new[at].text for at in said_once(new, +said)).strip("\n")
+        said.update(map(wording_of, new))
         if edit.action == "add" or number in changed:
             added.setdefault(number, []).extend([text] if text else [])
-        elif number in kept and (text or edit.action == "remove"):
+        elif number in kept and (text or new or edit.action == "remove"):
             changed.add(number)
-            kept[number] = text if edit.action == "replace" else None
+            kept[number] = text or None if edit.action == "replace" else None
     written = ""
     gap = _BLANK
     for number, own in [(0, None), *kept.items()]:
