@@ -27,8 +27,10 @@ from dspy_flashevolve.gepa.parts import (
     likeness,
     normal,
     parts_of,
+    said_once,
     sections_of,
     title_of,
+    wording_of,
     words_of,
 )  # fmt: skip
 
@@ -99,7 +101,8 @@ class EditedText(str):
         """Apply edits to an instruction.
 
         An edit of a part that is not there is left out. Of several replacements of one part the first goes in its
-        place, the others behind it. Lists are numbered anew.
+        place, the others behind it. What another part says already, word for word, is not put in. Lists are numbered
+        anew.
 
         Args:
             instruction: its parts are list items, headings, tables, fenced blocks and sentences.
@@ -252,8 +255,13 @@ class Weave:
         numbers = set(chosen)
         for component, own in edits.items():
             shown, last = self._shown(component, chosen), dict[int, int]()
-            for number, is_gone, text in _placed(own, len(shown)):
-                place = shown[number - 1] if number else [-1]
+            placed = list(_placed(own, len(shown)))
+            gone = {key for number, is_gone, _ in placed if is_gone for key in shown[number - 1]}
+            said = {wording_of(self._parts[key]) for key in self._visible(component, chosen) if key not in gone}
+            for number, is_gone, text in placed:
+                place, new = shown[number - 1] if number else [-1], parts_of(text)
+                text = "".join(new[at].before + new[at].text for at in said_once(new, said)).strip("\n")
+                said.update(map(wording_of, new))
                 added = self._put_units(component, numbers, chosen, place, is_gone, text, last.get(number))
                 if added is not None:
                     last[number] = added
@@ -331,10 +339,17 @@ class Weave:
             ids.append(len(self._parts) - 1)
         return ids
 
-    def _visible(self, component: str, chosen: Collection[int]) -> list[int]:
+    def _there(self, component: str, chosen: Collection[int]) -> list[int]:
+        """The parts that the base and changes put in and none of them takes out."""
         gone = {part for number in chosen for part in self.changes[number].removes}
         adders = {None, *chosen}
         return [key for key in self._orders[component] if self._adders[key] in adders and key not in gone]
+
+    def _visible(self, component: str, chosen: Collection[int]) -> list[int]:
+        """The same without what changes put in though another part says it."""
+        ids = self._there(component, chosen)
+        parts, base = [self._parts[key] for key in ids], {at for at, key in enumerate(ids) if self._adders[key] is None}
+        return [ids[at] for at in said_once(parts, {wording_of(parts[at]) for at in base}, base)]
 
     def _shown(self, component: str, chosen: Collection[int]) -> list[list[int]]:
         """The parts of a composed text as whoever reads it counts them, each with the parts of the weave in it: two
@@ -437,13 +452,15 @@ class Weave:
         }  # fmt: skip
         numbers -= dropped  # what takes the whole of a change out is the text without it, and no change of its own
         back = {key for number in dropped for key in self.changes[number].removes}
-        visible = set(self._visible(component, numbers))
-        removes = tuple(key for key in order if key in visible and (key in old or key in back))
+        before, said = self._visible(component, chosen), {wording_of(self._parts[key]) for key in old} - {""}
+        unseen = {key for key in self._there(component, chosen) if wording_of(self._parts[key]) in said} - set(before)
+        goes = {*old, *back, *unseen}  # what says the same as a part that is taken out does not come in its place
+        removes = tuple(key for key in self._there(component, numbers) if key in goes)
         if not new and not removes:
             return anchor
-        before = self._visible(component, chosen)
-        until = before[: before.index(part) + 1] if part >= 0 else []
-        sections = sections_of([*(self._parts[key] for key in until if key not in old), *new])[len(until) - len(old) :]
+        until = before[: before.index(part) + 1] if part in before else []
+        left = [self._parts[key] for key in until if key not in old]
+        sections = sections_of([*left, *new])[len(left) :]
         identity = repr((component, sections[:1], [normal(one.text) for one in new], removes))
         same = next((at for at, change in enumerate(self.changes) if change.identity == identity), None)
         if same is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +16,9 @@ REWORDED = 0.6
 """Share of their words that two parts have in common, from which one is taken for the other in other words. Of later
 children by real reflection models .65, .63, .61 and .55 come apart with .5, .6, .7 and .8; below .6 other rules are
 taken for it."""
+
+FEW_WORDS = 3
+"""Two parts of more words that say the same are never both in a text. "Answer briefly." may stand in two sections."""
 
 _SENTENCE = re.compile(r"(?<=[.!?])(?<!\b[A-Z]\.)(?<!\be\.g\.)(?<!\bi\.e\.)(\s+)(?=[A-Z\"'(\[*_`])")
 _WORD = re.compile(r"\w+")
@@ -133,6 +136,40 @@ def likeness(part: Part, other: Part) -> float:
     """Share of their words that two parts have in common, from 0 to 1 (the Dice coefficient)."""
     mine, words = words_of(part.text), words_of(other.text)
     return 2 * len(mine & words) / max(1, len(mine) + len(words))
+
+
+@lru_cache(maxsize=2**16)
+def wording_of(part: Part) -> str:
+    """What a part says, however it is marked, spaced and punctuated; empty for headings and for :data:`FEW_WORDS`."""
+    wording = normal(part.text).strip(" .!?:;,*_")
+    return wording if level_of(part) > 8 and len(wording.split()) > FEW_WORDS else ""
+
+
+def said_once(parts: Sequence[Part], said: Iterable[str], fixed: Collection[int] = ()) -> list[int]:
+    """Leave out of a text what says again what is said already, and headings that lead to nothing but that.
+
+    Args:
+        said: wordings of parts that stand elsewhere.
+        fixed: positions of parts that stay.
+
+    Returns:
+        The positions of the others.
+
+    >>> parts = parts_of("## Codes\\n- Use K7 for rust.\\n\\n## Form\\n- Answer briefly.")
+    >>> [parts[at].text for at in said_once(parts, ["use k7 for rust"])]
+    ['## Form', '- Answer briefly.']
+    """
+    levels, left, known = [*map(level_of, parts), 0], list[int](), set(said) - {""}
+    for at, part in enumerate(parts):
+        is_value = levels[at - 1] == 8 and not is_item(part)  # "Output:" and its value belong to one example
+        if at in fixed or is_value or wording_of(part) not in known:
+            left.append(at)
+        known |= {wording_of(part)} - {""}
+    kept = [len(parts)]
+    for at in reversed(left):
+        if at in fixed or levels[at] >= levels[at + 1] or levels[at] < levels[kept[-1]]:
+            kept.append(at)
+    return kept[:0:-1]
 
 
 def title_of(part: Part) -> str:

@@ -128,6 +128,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """gepa's evaluation cache does not tell training from validation examples, so minibatch scores go into it only
         where both are the same data, and where gepa is to be equalled."""
         self.seed_confirmed = False
+        self.grown: dict[int, list[str]] = {}
+        """Candidate -> its components that join what several children added: of equals, one without is returned."""
         self.speculative = SpeculativeCandidates()
         self.state: State = self._provisional_state()
         self._checkpoint_seconds = 0.0 if run.lockstep else CHECKPOINT_SECONDS
@@ -467,7 +469,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """
         known = self.complete_validation(plan, rollouts)
         mine = known.scores_by_val_id
-        best = self.state.prog_candidate_val_subscores[self.val_evaluation_policy.get_best_program(self.state)]
+        best = self.state.prog_candidate_val_subscores[self.best_index]
         common = [i for i in mine if i in best]
         if not common or sum(mine[i] for i in common) / len(common) <= sum(best[i] for i in common) / len(common):
             return None
@@ -482,6 +484,14 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         for key in keys:
             if key is not None and key in self.speculative:  # else it went with one under it
                 self.speculative.remove(key)
+
+    def mark_grown(self, names: Sequence[list[str]]) -> None:
+        """Take note which components of the candidates that are committed next have grown."""
+        first = len(self.state.program_candidates)
+        self.grown = {index: grown for index, grown in self.grown.items() if index < first}  # a kill may leave more
+        self.grown |= {index: grown for index, grown in enumerate(names, start=first) if grown}
+        if self.journal is not None:
+            self.journal.journal.set_state("grown", self.grown)
 
     def commit(self, step: Step, work: Sequence[Validated]) -> list[Commit]:
         """Add validated proposals, in order; one that fell behind its prefix leaves what was made from it stale."""
@@ -585,19 +595,31 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def is_perfect(self, highest: float) -> bool:
         """Whether the best candidate has ``highest``, the best score that there can be, on every validation example.
 
-        No later one can take its place then: of equals the first is returned.
+        No later one can be better then.
         """
         if not self.seed_confirmed:
             return False
-        scores = self.state.prog_candidate_val_subscores[self.val_evaluation_policy.get_best_program(self.state)]
+        scores = self.state.prog_candidate_val_subscores[self.best_index]
         return all(scores.get(i, -math.inf) >= highest for i in self.loader.all_ids())
+
+    @property
+    def best_index(self) -> int:
+        """Index of the best candidate; the seed's before it is confirmed."""
+        return self.preferred(self.val_evaluation_policy.get_best_program(self.state)) if self.seed_confirmed else 0
+
+    def preferred(self, best: int) -> int:
+        """Choose between candidates that score as ``best`` does: the first that has not grown, else ``best``."""
+        if best not in self.grown:
+            return best
+        score = self.state.get_program_average_val_subset
+        indices = range(len(self.state.program_candidates))
+        return next((index for index in indices if index not in self.grown and score(index) == score(best)), best)
 
     def best_score(self) -> float | None:
         """The best aggregate validation score; None before the seed is confirmed."""
         if not self.seed_confirmed:
             return None
-        policy = self.val_evaluation_policy
-        return policy.get_valset_score(policy.get_best_program(self.state), self.state)
+        return self.val_evaluation_policy.get_valset_score(self.best_index, self.state)
 
     def finish(self) -> None:
         """Write the checkpoint and report that the run came to its end."""
@@ -605,9 +627,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self.count_calls()  # the late part of a minibatch may end after its step
         if self.seed_confirmed:
             self.save(force=True)
-            policy, state = self.val_evaluation_policy, self.state
-            best = policy.get_best_program(state)
-            self.reports.run_ended(best, policy.get_valset_score(best, state))
+            best = self.best_index
+            self.reports.run_ended(best, self.val_evaluation_policy.get_valset_score(best, self.state))
 
     def fail(self, error: BaseException) -> None:
         """Write the checkpoint and report that ``error`` ended the run, and with it the steps on their way."""

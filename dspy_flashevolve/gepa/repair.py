@@ -110,7 +110,7 @@ class Repairs:
     def _meanwhile(self, version: int) -> tuple[Base, int, list[PastCommit]]:
         """Read the pool's best candidate, its version, and what was committed after ``version``. In its writer."""
         pool = self._pool
-        best = pool.val_evaluation_policy.get_best_program(pool.state) if pool.seed_confirmed else 0
+        best = pool.best_index
         return Base(best, pool.state.program_candidates[best]), pool.version, pool.commits_since(version)
 
     async def _repaired(

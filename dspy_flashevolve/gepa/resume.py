@@ -169,8 +169,10 @@ def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
 
 
 @_reads
-def restore_credit(journal: RunJournal, credit: Credit) -> None:
-    """Put the changes back, and the evidence on them from the rollouts of steps that have ended."""
+def restore_credit(journal: RunJournal, credit: Credit, pool: Pool) -> None:
+    """Put the changes back, the evidence on them from the rollouts of steps that have ended, and what has grown."""
+    for index, names in pool.grown.items():
+        credit.mark_grown(pool.state.program_candidates[index], names)
     kept = journal.journal.get_state("credit")
     if kept is not None:
         rows = journal.journal.rows(
@@ -204,6 +206,9 @@ def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
         restore_strategies(kept, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
     if seeded:
         _reconcile(journal, pool)
+        grown, committed = journal.journal.get_state("grown") or {}, len(pool.state.program_candidates)
+        pool.grown.update({int(index): names for index, names in grown.items() if int(index) < committed})
+        pool.best.look()
 
 
 def _close_what_is_done(journal: RunJournal) -> None:
@@ -278,4 +283,3 @@ def _commit_again(journal: RunJournal, pool: Pool, row: Any, ids: Mapping[str, A
         pool.state.total_num_evals,
     )
     pool.write_best_outputs()
-    pool.best.on_valset_evaluated({"candidate_idx": len(pool.state.program_candidates) - 1})

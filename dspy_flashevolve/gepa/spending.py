@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from dspy_flashevolve.engine.steps import LiveSteps, Load, Reservation
 from dspy_flashevolve.gepa.evaluate import COMPARED, released_at
-from dspy_flashevolve.gepa.heads import Heads
+from dspy_flashevolve.gepa.heads import Heads, Phase
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.gepa.settings import Workflow
@@ -41,7 +41,6 @@ class Spending:
         calls: reflections so far, and whether the run's limits allow more.
         set_aside: pays the last head's validation; nothing else may spend it.
         minibatch: training examples of a task.
-        ends_with_perfect: a candidate that cannot be beaten ends the run.
     """
 
     def __init__(
@@ -52,13 +51,9 @@ class Spending:
         calls: ReflectionCalls,
         set_aside: Reservation,
         minibatch: int,
-        ends_with_perfect: bool,
     ) -> None:
         self._run, self._pool, self._heads, self._calls = run, pool, heads, calls
         self._set_aside, self._minibatch = set_aside, minibatch
-        self._ends_with_perfect = ends_with_perfect
-        self.is_perfect = False
-        """There is a candidate with the perfect score on every validation example."""
         run.used_shares.append(lambda: calls.used_share)
 
     # Questions.
@@ -78,8 +73,9 @@ class Spending:
 
     def may_open(self) -> str | None:
         """Why no further step may start; None while one may, or the last head is to be validated."""
-        if self.is_perfect:
-            return f"{PERFECT}: nothing can be better"
+        if self._heads.phase is Phase.PERFECT:
+            is_due = self._heads.pending is not None and not self._heads.obstacle
+            return None if self._run.is_busy or is_due else f"{PERFECT}: nothing can be better"
         reason = self._spent_up()
         waits = self._heads.has_changes and (self._run.live or self._heads.awaits_last)
         return None if reason is None or waits else reason
@@ -124,6 +120,8 @@ class Spending:
 
     def reserve(self) -> Reservation | None:
         """Set a step's calls aside, and beside them a validation for the last head where changes come together."""
+        if self._heads.phase is Phase.PERFECT:
+            return None if self._run.is_busy else self._run.budget.reserve(len(self._pool.loader))
         if self._spent_up() is None:
             pays = self._reserve_search()
             if pays is not None:
@@ -144,8 +142,11 @@ class Spending:
         return pays
 
     async def release(self) -> None:
-        """Hand back what is kept for the last head where children stand for themselves, and no head is to come."""
-        if self._heads.joins is False and self._set_aside.open:
+        """Hand back what is kept for the last head where children stand for themselves, and no head is to come; and
+        where no text can be better, since nothing else is paid then."""
+        if self._heads.phase is Phase.PERFECT:
+            self._set_aside.refund()
+        elif self._heads.joins is False and self._set_aside.open:
             await self._heads.refresh()
             if self._heads.pending is None:
                 self._set_aside.refund()
@@ -153,14 +154,6 @@ class Spending:
     def widen(self, minibatch: int) -> None:
         """Expect tasks of so many training examples: a sampler of the user's may draw more than it was asked for."""
         self._minibatch = max(self._minibatch, minibatch)
-
-    def record_best(self, highest: float) -> None:
-        """Find out whether the best candidate can still be beaten. Runs in the pool's writer.
-
-        Args:
-            highest: the best score that an example can have.
-        """
-        self.is_perfect = self._ends_with_perfect and self._pool.is_perfect(highest)
 
 
 class SearchWidth:

@@ -148,6 +148,8 @@ class AsyncStats(RunStats):
         unseen_error: the standard error of that.
         prompt_change: unified diff from the seed program's texts to those of the returned program; empty where the
             seed is returned.
+        unconsolidated: why the returned prompt, which joins edits of several reflections, was not written anew as one
+            text; empty where it was, or joins none.
     """
 
     proposals: int
@@ -165,6 +167,7 @@ class AsyncStats(RunStats):
     unseen_score: float | None = None
     unseen_error: float | None = None
     prompt_change: str = ""
+    unconsolidated: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +310,8 @@ def _score_lines(stats: AsyncStats) -> list[str]:
     if stats.unseen_score is not None and stats.best_score != stats.seed_score:
         error = f" +- {stats.unseen_error:.2g}" if stats.unseen_error is not None else ""
         lines.append(f"on unseen examples: about {_score(stats.unseen_score)}{error}")
+    if stats.unconsolidated:
+        lines.append(f"its prompt joins edits of several reflections, and was not written anew: {stats.unconsolidated}")
     return lines
 
 

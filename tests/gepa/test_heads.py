@@ -26,7 +26,7 @@ class Changes:
     """Stands for Credit: its head is what it is set to."""
 
     def __init__(self) -> None:
-        self.scale, self.parent, self.outlook = 1.0, 0, Outlook(joins=True, head_changes=1)
+        self.scale, self.parent, self.outlook = 1.0, 0, Outlook(joins=True)
         self.now = BETTER
         self.validating: list[int] = []
 
