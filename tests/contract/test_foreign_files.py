@@ -597,8 +597,8 @@ JUNK = [
     0,
     '"z"',
 ]
-COMMANDS = (["check"], ["report", "-o", "OUT"], ["watch", "--once"], ["lineage", "--prompts"], ["timeline", "-o", "OUT"],
-           ["export", "OUT"], ["compare"])  # fmt: skip
+COMMANDS = (["check"], ["report", "-o", "OUT"], ["watch", "--once"], ["lineage", "--prompts"], ["compare"],
+            ["timeline", "-o", "OUT"], ["export", "OUT"])  # fmt: skip
 
 
 @pytest.fixture(scope="module")
