@@ -62,7 +62,8 @@ class Phase(Enum):
     CALLS_SPENT = "what is left pays no further step: the next one validates the last head"
     TIME_SPENT = "max_seconds leave just the time for it: the validation of the last head has begun"
     TIME_MISSED = "that validation failed, and there is no time for another: steps search as long as calls are left"
-    PERFECT = "no text can be better than the best one: no step searches, and one more writes it anew if it has grown"
+    LAST_TRIED = "the last head has had its step: one more writes the best text anew, if it has grown and that is paid"
+    PERFECT = "no text can be better than the best one: no step searches, and one more writes it anew, as above"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +224,11 @@ class Heads:
         return doubts and self.time.left > validations * self.time.expected
 
     @property
+    def only_rewrites(self) -> bool:
+        """Whether all that is left to do is to write the best text anew."""
+        return self.phase in (Phase.LAST_TRIED, Phase.PERFECT)
+
+    @property
     def obstacle(self) -> str:
         """Why the best text cannot be written anew and validated any more; empty where it can."""
         left = self._run.budget.left
@@ -259,17 +265,16 @@ class Heads:
 
     def begin_last(self) -> bool:
         """Let the next step validate the last head, where no step runs and there is one; once for each try."""
-        if self.phase is Phase.CALLS_SPENT:  # it has had its step
-            self._move(Phase.SEARCHING)
-            return False
-        if self._run.live or self.pending is None:
+        if self.phase is Phase.CALLS_SPENT:
+            self._move(Phase.LAST_TRIED)
+        if self.phase is Phase.LAST_TRIED or self._run.live or self.pending is None:
             return False
         self._move(Phase.CALLS_SPENT)
         return True
 
     def resume_search(self) -> None:
         """Go back to searching, since calls were handed back that pay a step."""
-        if self.phase is Phase.CALLS_SPENT:
+        if self.phase in (Phase.CALLS_SPENT, Phase.LAST_TRIED):
             self._move(Phase.SEARCHING)
 
     async def refresh(self) -> None:
@@ -287,7 +292,7 @@ class Heads:
         """
         if step.recorded is not None:
             return await self._pool.write(self._given_again, step)
-        is_last = self.phase in (Phase.CALLS_SPENT, Phase.PERFECT)
+        is_last = self.phase in (Phase.CALLS_SPENT, Phase.LAST_TRIED, Phase.PERFECT)
         given = await self._pool.write(self._given, step, is_last, self._is_timed)
         if given is not None and given.is_timed:
             self._move(Phase.TIME_SPENT)
@@ -349,11 +354,8 @@ class Heads:
         return head if is_new and head.gain > least * credit.scale else None
 
     def _last(self) -> Head | None:
-        """Find what the last validation of a run is for: the head, or the best text of the pool, written anew.
-
-        Where no text can be better, it is only for that.
-        """
-        head = None if self.phase is Phase.PERFECT else self._due(0.0, is_pressing=True)
+        """Find what the last validation of a run is for: the head, or the best text of the pool, written anew."""
+        head = None if self.only_rewrites else self._due(0.0, is_pressing=True)
         if head is not None or self._credit is None or self._consolidations is None:
             return head
         best = self._pool.best_index

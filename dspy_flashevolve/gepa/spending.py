@@ -120,15 +120,22 @@ class Spending:
 
     def reserve(self) -> Reservation | None:
         """Set a step's calls aside, and beside them a validation for the last head where changes come together."""
-        if self._heads.phase is Phase.PERFECT:
-            return None if self._run.is_busy else self._run.budget.reserve(len(self._pool.loader))
-        if self._spent_up() is None:
-            pays = self._reserve_search()
+        if self._heads.phase is not Phase.PERFECT:
+            pays = self._reserve_search() if self._spent_up() is None else None
             if pays is not None:
                 self._heads.resume_search()
             if pays is not None or self._run.live:
                 return pays
-        return self._run.budget.reserve(0) if self._heads.begin_last() else None
+            if self._heads.begin_last():
+                return self._run.budget.reserve(0)
+        return self._reserve_rewriting() if self._heads.only_rewrites else None
+
+    def _reserve_rewriting(self) -> Reservation | None:
+        """Set the validation of the best text, written anew, aside, where that is due; other steps have ended then."""
+        if self._run.is_busy or self._heads.pending is None:
+            return None
+        self._set_aside.refund()
+        return None if self._heads.obstacle else self._run.budget.reserve(len(self._pool.loader))
 
     def _reserve_search(self) -> Reservation | None:
         """Set aside what a step that searches costs at most."""
