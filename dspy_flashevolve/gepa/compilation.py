@@ -177,7 +177,8 @@ class Compilation:
         self._seed = texts_of(student)
         self._initial = [texts_of(program) for program in initial]
         self._checkpoint = None if settings.log_dir is None else checkpoint_in(settings.log_dir, settings)
-        parts = fingerprints_of(student, self._seed, self._trainset, self._valset, settings.metric_fn)
+        data = self._trainset, self._valset
+        parts = {} if settings.log_dir is None else fingerprints_of(student, self._seed, *data, settings.metric_fn)
         lms = [dspy.settings.lm, settings.reflection_lm, *(predictor.lm for predictor in student.predictors())]
         each_once, arguments = settings.is_lockstep, written_out(arguments)
         with open_journal(settings.log_dir, optimizer, arguments, parts, lms, each_once=each_once) as journal:

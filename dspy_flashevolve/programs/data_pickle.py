@@ -26,7 +26,7 @@ from dspy.primitives.prediction import Completions
 from pydantic import BaseModel
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.programs.values import fill_dataclass, fill_model, imported
+from dspy_flashevolve.programs.values import fill_dataclass, fill_model, fraction_of, imported
 
 MOST_KEY_PARTS = 1000
 """Parts of a key, at any depth: Python hashes nested tuples without a look at its stack, which some 100,000 end."""
@@ -74,11 +74,6 @@ class _NumberType:
         return number
 
 
-def _fraction(*parts: int | str) -> Fraction:
-    """Make a fraction of two numbers or of "1/3", and not of a text with an exponent, which may be a huge one."""
-    return Fraction(*map(int, "/".join(map(str, parts)).split("/")))
-
-
 FACTORIES = (list, dict, set, int, float, str, bool, tuple)
 """What a defaultdict may make."""
 NUMBER = Maker(_NumberType.number, _NumberType, bytes)
@@ -95,7 +90,7 @@ MAKERS = {
     "datetime.timedelta": Maker(timedelta, int),
     "datetime.timezone": Maker(timezone, timedelta, str),
     "decimal.Decimal": Maker(Decimal, str),
-    "fractions.Fraction": Maker(_fraction, int, str),
+    "fractions.Fraction": Maker(lambda *parts: fraction_of("/".join(map(str, parts))), int, str),
     "numpy.dtype": Maker(_NumberType, str, bool),
     "numpy.core.multiarray.scalar": NUMBER,
     "numpy._core.multiarray.scalar": NUMBER,

@@ -44,6 +44,11 @@ def _span(text: str) -> timedelta:
     return timedelta(days, seconds, microseconds)
 
 
+def fraction_of(text: str) -> Fraction:
+    """Read "1/3", and no text with an exponent, which may stand for a number that fills the memory."""
+    return Fraction(*map(int, text.split("/")))
+
+
 TEXTS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
     date: (date.isoformat, date.fromisoformat),
@@ -51,7 +56,7 @@ TEXTS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     time: (time.isoformat, time.fromisoformat),
     timedelta: (lambda value: f"{value.days} {value.seconds} {value.microseconds}", _span),
     Decimal: (str, Decimal),
-    Fraction: (str, Fraction),
+    Fraction: (str, fraction_of),
     UUID: (str, UUID),
     complex: (repr, complex),
 }
@@ -150,9 +155,9 @@ def encode(value: Any) -> Any:
 
 
 def _numpys_numbers() -> tuple[Any, ...]:
-    """Return the base class of numpy's numbers; nothing where nobody has imported numpy."""
+    """Return the base classes of numpy's numbers; nothing where nobody has imported numpy."""
     numpy: Any = sys.modules.get("numpy")
-    return () if numpy is None else (numpy.generic,)
+    return () if numpy is None else (numpy.number, numpy.bool_)
 
 
 def _encode_items(value: dict[str, Any]) -> dict[str, Any]:
@@ -226,20 +231,8 @@ def _read_model(data: list[Any]) -> BaseModel:
     return model
 
 
-def fill_model(
-    model: BaseModel,
-    values: dict[str, Any],
-    set_fields: set[str],
-    extra: dict[str, Any] | None,
-    private: dict[str, Any] | None,
-) -> None:
-    """Give a model its state, without its validators.
-
-    Args:
-        model: made by ``object.__new__``.
-        values: of its fields.
-        set_fields: names of those that were set.
-        extra, private: what it holds beside them.
+def fill_model(model: BaseModel, values: dict[str, Any], set_fields: Any, extra: Any, private: Any) -> None:
+    """Give a model, made by ``object.__new__``, its state, without its validators.
 
     Raises:
         InexactError: it has other fields.
@@ -280,6 +273,13 @@ def _read_named_tuple(data: list[Any]) -> Any:
     return tuple.__new__(kind, [decode(item) for item in items])
 
 
+def _read_number(data: list[Any]) -> Any:
+    kind = imported("numpy", data[0])
+    if not isinstance(kind, type) or not issubclass(kind, _numpys_numbers()):
+        raise InexactError(f"numpy has no numbers {data[0]} any more")
+    return kind(decode(data[1]))
+
+
 def _read_enum(data: list[Any]) -> Any:
     module, qualified, name = data
     try:
@@ -296,7 +296,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "s": lambda data: {decode(item) for item in data},
     "z": lambda data: frozenset(decode(item) for item in data),
     "c": lambda data: TEXTS[TEXT_NAMES[data[0]]][1](data[1]),
-    "n": lambda data: _class_named("numpy", data[0], *_numpys_numbers())(decode(data[1])),
+    "n": _read_number,
     "f": lambda data: FailedPrediction(*map(decode, data)),
     "p": lambda data: dspy.Prediction(**_decode_items(data)),
     "P": _read_prediction,
@@ -324,10 +324,10 @@ def _class_named(module: str, qualified: str, base: T) -> T:
     """Find a class that the program has imported already.
 
     Raises:
-        InexactError: there is none of this name, or it is no subclass of ``base``.
+        InexactError: there is none of this name, it is no subclass of ``base``, or does something when objects go.
     """
     held = imported(module, qualified)
-    if not isinstance(held, type) or not issubclass(held, base):
+    if not isinstance(held, type) or not issubclass(held, base) or hasattr(held, "__del__"):
         raise InexactError(f"no {base.__name__} {module}.{qualified} is imported")
     return cast(T, held)
 

@@ -579,26 +579,13 @@ def test_a_secret_is_found_however_json_spells_it(tmp_path: Path, monkeypatch: p
 
 # A journal that is damaged
 
-JUNK = [
-    "{",
-    "[]",
-    "{}",
-    '""',
-    "null",
-    "x",
-    -1,
-    10**18,
-    9e999,
-    b"\xff\xfe",
-    "[[1]]",
-    '{"a": 1}',
-    "[null]",
-    "3",
-    0,
-    '"z"',
-]
-COMMANDS = (["check"], ["report", "-o", "OUT"], ["watch", "--once"], ["lineage", "--prompts"], ["compare"],
-            ["timeline", "-o", "OUT"], ["export", "OUT"])  # fmt: skip
+JUNK = (
+    "{", "[]", "{}", '""', "null", "x", -1, 10**18, 9e999, b"\xff\xfe", "[[1]]", '{"a": 1}', "[null]", "3", 0, '"z"',
+)  # fmt: skip
+COMMANDS = (
+    ["check"], ["report", "-o", "OUT"], ["watch", "--once"], ["lineage", "--prompts"], ["timeline", "-o", "OUT"],
+    ["export", "OUT"], ["compare"],
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -743,12 +730,81 @@ def calls_of(*arguments: str) -> tuple[int, int]:
     return calls, len(out)
 
 
-@pytest.mark.parametrize(
-    "reader", [["report", "-o", "OUT"], ["lineage", "--prompts"], ["watch", "--once"], ["compare"]]
-)
+@pytest.mark.parametrize("words", [["compare"], ["watch", "--once"], ["lineage", "--prompts"], ["report", "-o", "OUT"]])
 def test_what_a_command_does_and_prints_grows_with_the_run_and_no_faster(tmp_path: Path, words: list[str]) -> None:
     name, *more = [word.replace("OUT", str(tmp_path / "page")) for word in words]
     command(name, str(chain(tmp_path / "first", 2)), *more)  # what is imported and compiled once
     (few, little), (many, much) = (calls_of(name, str(chain(tmp_path / str(n), n)), *more) for n in (150, 600))
     assert many < 5 * few
     assert much <= 5 * max(little, 100)
+
+
+# Examples whose text may be another one in each process
+
+
+class Tagged(BaseModel):
+    tags: set[str]
+    about: dict[str, frozenset[str]] = {}
+
+
+@dataclass
+class Noted:
+    words: frozenset[str]
+    within: Any = None
+
+
+class Shown:
+    """It shows a set."""
+
+    def __init__(self, words: set[str]) -> None:
+        self.words = words
+
+    def __repr__(self) -> str:
+        return f"Shown({self.words})"
+
+
+class Silent:
+    """It shows where it lies, and no more."""
+
+
+def tagged_examples(number: int = 8) -> list[dspy.Example]:
+    words = {f"word {place}" for place in range(number)}
+    circle: list[Any] = [1]
+    circle.append(circle)
+    held = {
+        "model": Tagged(tags=words, about={"a": frozenset(words)}), "noted": [Noted(frozenset(words), {"a": (words,)})],
+        "keys": {frozenset(words): 1}, "shown": Shown(words), "silent": Silent(), "circle": circle, "function": digits,
+        "example": dspy.Example(words=words), "models": [[Noted(frozenset(), Tagged(tags=words))]],
+    }  # fmt: skip
+    return [dspy.Example(question=f"q {place}", **held).with_inputs("question") for place in range(6)]
+
+
+def tagged_run(directory: Path, calls: int, number: int = 8) -> Any:
+    with dspy.context(lm=task_lm()):
+        optimizer = AsyncGEPA(digits, max_metric_calls=calls, reflection_lm=reflection_lm(), log_dir=str(directory))
+        return optimizer.compile(Chain(), trainset=tagged_examples(number), valset=tagged_examples(number))
+
+
+RUN = """
+import sys
+from pathlib import Path
+from tests.contract.test_foreign_files import tagged_run
+
+tagged_run(Path(sys.argv[1]), 12)
+"""
+
+
+def test_sets_in_examples_do_not_keep_another_process_from_going_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Text, at any depth and in any class; what has no text of its own is warned of once, and another set refused."""
+    other = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path)], env=other, cwd=Path(__file__).parents[2], capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stderr.count("hold objects of Silent, whose text") == 1
+    tagged_run(tmp_path, 20)
+    with pytest.raises(ConfigurationError, match="trainset was 6 examples"):
+        tagged_run(tmp_path, 20, number=9)
