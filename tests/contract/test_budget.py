@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncGEPA, RunAbortedError, Workflow
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.replies import reply_model_named
+from benchmarks.models import reply_model_named
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import (
     POLICIES,
