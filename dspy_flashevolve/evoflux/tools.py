@@ -6,7 +6,6 @@ import ast
 import importlib
 import inspect
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.evoflux.schemas import Schema, fault_of_schema, types_of
 
 Effect = Literal["read", "idempotent", "write"]
@@ -32,7 +32,7 @@ _LONGEST_NAME = 200
 _LONGEST_TEXT = 200_000
 """Characters of a text output that is read as JSON; a longer one stays a text. A round number."""
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 
 @dataclass(frozen=True, slots=True)

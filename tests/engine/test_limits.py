@@ -29,8 +29,7 @@ from dspy_flashevolve.engine.limits import (
     elasticity,
 )
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
-from dspy_flashevolve.engine.scheduler import Scheduler
-from dspy_flashevolve.engine.slot import current_slot
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.batching import BatchDriver
 from dspy_flashevolve.sim.profiles import PROFILES
 from dspy_flashevolve.sim.virtual import run

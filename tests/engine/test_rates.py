@@ -11,18 +11,16 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+from dspy_flashevolve.engine.learned_rates import BURST_REFUSALS, Claim
+from dspy_flashevolve.engine.shared_rates import SharedTimes, times_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.events import EventBus
-from dspy_flashevolve.engine.learned_rates import BURST_REFUSALS, Claim
-from dspy_flashevolve.engine.rate_headers import ReportedLimit, limits_in_headers
-from dspy_flashevolve.engine.rates import RateLimit, TokenEstimate
+from dspy_flashevolve.engine.rates import RateLimit, ReportedLimit, TokenEstimate, limits_in_headers
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
-from dspy_flashevolve.engine.scheduler import Scheduler
-from dspy_flashevolve.engine.shared_rates import SharedTimes, times_in
-from dspy_flashevolve.engine.slot import current_slot
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.quota import Counting, Quota, QuotaCounter
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker

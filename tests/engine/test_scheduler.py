@@ -14,9 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.scheduler import DISCOUNT, Scheduler, priority
-from dspy_flashevolve.engine.slot import current_slot
-from dspy_flashevolve.engine.stages import StageVisit, StageWindow, median_shares
+from dspy_flashevolve.engine.scheduler import (
+    DISCOUNT,
+    Scheduler,
+    StageVisit,
+    StageWindow,
+    current_slot,
+    median_shares,
+    priority,
+)
 from tests.engine.stepped import STAGES, Asker, Stepped, settle, stepped
 
 ENDPOINTS = {"rollout": "task", "screen": "task", "validate": "task", "propose": "reflection"}

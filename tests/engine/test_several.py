@@ -11,15 +11,20 @@ from typing import Any
 import anyio
 import pytest
 
-from dspy_flashevolve.engine.endpoint import BURST_REFUSALS, Endpoint
-from dspy_flashevolve.engine.endpoints import Endpoints
+from dspy_flashevolve.engine.endpoints import (
+    BURST_REFUSALS,
+    MAX_FAILURES,
+    MAX_LOAD_FACTOR,
+    REPLICA_SEPARATOR,
+    Endpoint,
+    Endpoints,
+    Replicas,
+    groups_of,
+)
 from dspy_flashevolve.engine.events import Event, EventBus, LimitChanged
-from dspy_flashevolve.engine.groups import REPLICA_SEPARATOR, groups_of
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.replicas import MAX_FAILURES, MAX_LOAD_FACTOR, Replicas
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
-from dspy_flashevolve.engine.scheduler import Scheduler
-from dspy_flashevolve.engine.slot import current_slot
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker
 from tests.engine.test_rollouts import now

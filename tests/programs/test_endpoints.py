@@ -22,21 +22,19 @@ from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError, LMTimeoutError
 
 from dspy_flashevolve import AsyncGEPA, Workflow
-from dspy_flashevolve.engine.endpoints import Endpoints
+from dspy_flashevolve.engine.endpoints import Endpoints, groups_of
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Event, EventBus, LimitChanged
-from dspy_flashevolve.engine.groups import groups_of
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import EARLY_SECONDS, Threads
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.engine.steps import Budget
-from dspy_flashevolve.programs.accounts import account_of, endpoint_of
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.placement import answers_asynchronously
-from dspy_flashevolve.programs.servers import watch, watchers
+from dspy_flashevolve.programs.servers import account_of, endpoint_of, watch, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from dspy_flashevolve.sim.virtual_loop import LOOP_OF
