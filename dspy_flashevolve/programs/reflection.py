@@ -124,11 +124,12 @@ class ReflectionRunner:
 
     def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads, mistakes: Mistakes) -> None:
         self._adapter, self._metric, self._threads, self._mistakes = adapter, metric, threads, mistakes
-        self._asker = copy.copy(adapter)
-        """The adapter, with proposers whose answers are checked."""
+        asker = copy.copy(adapter)
         for hook in ("instruction_proposer", "code_proposer"):
             if (proposer := getattr(adapter, f"custom_{hook}")) is not None:
-                setattr(self._asker, f"custom_{hook}", partial(self._ask_proposer, hook, proposer))
+                setattr(asker, f"custom_{hook}", partial(self._ask_proposer, hook, proposer))
+        self._asker = asker
+        """The adapter, with proposers whose answers are checked."""
         self._judges_anew = False
         """Whether the metric has given another score, and so another judgement, when it was asked for feedback."""
         self._warns_on_mismatch = adapter.warn_on_score_mismatch
