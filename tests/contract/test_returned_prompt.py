@@ -195,7 +195,7 @@ def paid_until_perfect(directory: Path) -> int:
     return calls
 
 
-SIZES = [(1, 4, 120), (1, 10, 240), (1, 20, 300), (2, 8, 300), (2, 16, 400)]
+SIZES = [(1, 4, 120), (1, 10, 240), (1, 20, 300), (2, 8, 300), (2, 16, 600)]
 """Predictors, validation examples, metric calls."""
 
 
@@ -322,7 +322,7 @@ def test_a_run_that_has_ended_asks_for_nothing_when_it_is_compiled_again_and_ret
     "options", [{"riddles": True}, {"skip_perfect_score": False}], ids=["riddles", "a search that goes on when perfect"]
 )
 @pytest.mark.parametrize("predictors", [1, 2])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, 4])  # in others the first of the best has not grown
 def test_of_equals_in_the_whole_pool_the_first_that_has_not_grown_is_returned_everywhere(
     tmp_path: Path, seed: int, predictors: int, options: dict[str, Any]
 ) -> None:
