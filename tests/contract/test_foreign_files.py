@@ -442,6 +442,8 @@ def test_what_is_no_data_in_a_genuine_checkpoint_is_refused_with_what_to_do(
         {"parent_program_for_candidate": [[0]]},
         {"program_at_pareto_front_valset": {0: {7}}},
         {"full_program_trace": None},
+        {"full_program_trace": [{"step": 1}]},
+        {"adapter_state": {"rng_state": (3, (1, 2), None)}},
         {"total_num_evals": "many"},
         {"validation_schema_version": "new"},
         {"adapter_state": []},
