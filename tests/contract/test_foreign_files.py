@@ -495,6 +495,16 @@ def test_files_that_were_there_and_files_behind_links_stay_as_they_were(tmp_path
     assert {"candidates.json", "gepa_state.bin", "run_log.json", "candidate_tree.html", "journal.sqlite"} <= set(ours)
 
 
+def test_a_link_in_the_place_of_a_lock_is_refused_and_what_is_behind_it_left(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / "notes").chmod(0o644)
+    (tmp_path / "journal.lock").symlink_to(tmp_path / "notes")
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        compiled(tmp_path)
+    assert (tmp_path / "notes").read_text() == "mine"
+    assert modes_in(tmp_path) == {"notes": 0o644}
+
+
 def test_no_file_of_a_run_is_ever_open_to_others_in_a_folder_that_is(tmp_path: Path, open_mask: None) -> None:
     """Not even between two checkpoints, and not SQLite's files either."""
     seen: dict[str, set[int]] = {}
