@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -69,7 +70,8 @@ def _read(path: Path, runs_code: bool, take: Callable[[dict[str, Any]], Any]) ->
             raise TypeError(f"a {type(state).__name__} is no state of gepa's")
         return take(state)
     except Exception as error:
-        why = str(error) if isinstance(error, NotDataError) else f"{type(error).__name__}: {error}; it is damaged"
+        is_told = isinstance(error, NotDataError | OSError)
+        why = str(error) if is_told else f"{type(error).__name__}: {error}; it is damaged"
         raise RunDirectoryError(f"{path} cannot be read: {' '.join(why.split())}.") from error
 
 
@@ -92,13 +94,25 @@ def _state_of(data: dict[str, Any]) -> GEPAState[Any, Any]:
     _State.model_validate(data, strict=True)
     state = GEPAState[Any, Any].__new__(GEPAState)
     vars(state).update(data)
-    assert state.is_consistent()
-    for index, parents in enumerate(state.parent_program_for_candidate):
-        assert all(parent is None or 0 <= parent < index for parent in parents)
-        assert state.program_candidates[index].keys() == state.program_candidates[0].keys()
-    if (cache := state.evaluation_cache) is not None:
-        entries = cache._cache  # pyright: ignore[reportPrivateUsage]
-        assert all(type(entry) is CachedEvaluation and _score(entry.score) is not None for entry in entries.values())
+    candidates, names = state.program_candidates, state.list_of_named_predictors
+    cache = state.evaluation_cache
+    entries: list[Any] = [] if cache is None else list(cache._cache.values())  # pyright: ignore[reportPrivateUsage]
+    fits = (
+        state.is_consistent(),
+        all(set(names) == texts.keys() for texts in candidates),
+        all(0 <= turn < len(names) for turn in state.named_predictor_id_to_update_next_for_program_candidate),
+        all(
+            parent is None or 0 <= parent < index
+            for index, parents in enumerate(state.parent_program_for_candidate)
+            for parent in parents
+        ),
+        all(type(entry["i"]) is int for entry in state.full_program_trace),
+        all(type(entry) is CachedEvaluation and type(_score(entry.score)) is float for entry in entries),
+    )
+    if not all(fits):
+        raise ValueError("its parts do not fit together")
+    if "rng_state" in state.adapter_state:  # dspy's adapter takes it up
+        random.Random().setstate(state.adapter_state["rng_state"])
     return state
 
 

@@ -442,6 +442,8 @@ def test_what_is_no_data_in_a_genuine_checkpoint_is_refused_with_what_to_do(
         {"parent_program_for_candidate": [[0]]},
         {"program_at_pareto_front_valset": {0: {7}}},
         {"full_program_trace": None},
+        {"full_program_trace": [{"step": 1}]},
+        {"adapter_state": {"rng_state": (3, (1, 2), None)}},
         {"total_num_evals": "many"},
         {"validation_schema_version": "new"},
         {"adapter_state": []},
@@ -491,6 +493,16 @@ def test_files_that_were_there_and_files_behind_links_stay_as_they_were(tmp_path
     ours = {name: mode for name, mode in modes_in(run).items() if not name.startswith("bin")}
     assert set(ours.values()) == {0o600}, ours
     assert {"candidates.json", "gepa_state.bin", "run_log.json", "candidate_tree.html", "journal.sqlite"} <= set(ours)
+
+
+def test_a_link_in_the_place_of_a_lock_is_refused_and_what_is_behind_it_left(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / "notes").chmod(0o644)
+    (tmp_path / "journal.lock").symlink_to(tmp_path / "notes")
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        compiled(tmp_path)
+    assert (tmp_path / "notes").read_text() == "mine"
+    assert modes_in(tmp_path) == {"notes": 0o644}
 
 
 def test_no_file_of_a_run_is_ever_open_to_others_in_a_folder_that_is(tmp_path: Path, open_mask: None) -> None:
