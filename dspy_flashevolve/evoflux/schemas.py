@@ -50,10 +50,8 @@ _MESSAGES = {
     "anyOf": "{value} is not valid under any of the given schemas", "required": "is required, and missing",
     "additionalProperties": "is not a field of the tool: it has {expected}",
 }  # fmt: skip
-_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}|.", re.DOTALL)
-_CLASS = re.compile(r"\\[wWdDsSpP]")
-_CLASS_STATES = 50
-"""States of a class such as ``\\w``, which has the letters of all languages."""
+_CLASS_STATES = 20
+"""States of a class such as ``\\w``, which has the letters of all languages; not tuned."""
 
 
 class TooMuchWorkError(ValueError):
@@ -202,39 +200,24 @@ def _is(value: Any, kind: str) -> bool:
 def _matches(pattern: str, text: str, work: _Work) -> bool | None:
     """Whether a pattern is found in a text; None where it is none that is matched in linear time.
 
-    The engine is Rust's, by pydantic. Its time is the product of the states of the pattern and the length of the text.
+    The engine is Rust's, by pydantic. Its time is the product of the text's length and the pattern's states, which are
+    few where only single characters are repeated a given number of times.
     """
-    work.count(_states(pattern) * (len(text) + 50) // 50)  # 50 more for the making of the automaton
+    states = len(pattern) + sum(int(count[:9]) for count in re.findall(r"\d+", pattern))
+    states *= _CLASS_STATES if re.search(r"\\[wWdDsSpP]", pattern) else 1
+    work.count(states * (len(text) + 50) // 20)  # 50 more for the making of the automaton
     matcher = _matcher(pattern)
     return None if matcher is None else matcher.isinstance_python(text)
 
 
 @lru_cache(256)
 def _matcher(pattern: str) -> SchemaValidator | None:
+    if re.search(r"[^\w\].]\{\d", pattern):  # a group that is repeated a number of times, and in it perhaps another one
+        return None
     try:
         return SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
     except SchemaError:  # it looks around or back, or is of another language
         return None
-
-
-@lru_cache(256)
-def _states(pattern: str) -> int:
-    """Estimate the states of a pattern's automaton: one a token, and what is repeated n times n times as many."""
-    sizes, last = [1], 0
-    for token in _TOKEN.findall(pattern):
-        if token == "(":
-            sizes.append(0)
-        elif token == ")" and len(sizes) > 1:
-            last = sizes.pop()
-            sizes[-1] += last
-        elif counts := re.findall(r"\d+", token) if token[0] == "{" else []:
-            times = max(int(count[:9]) for count in counts)
-            sizes[-1] += last * times
-            last *= times
-        else:
-            last = 1 + _CLASS_STATES * len(_CLASS.findall(token))
-            sizes[-1] += last
-    return sum(sizes)
 
 
 def _object(schema: Mapping[str, Any], keyword: str) -> dict[str, Any]:

@@ -274,7 +274,9 @@ class Search:
 
     def _feedback_on(self, candidate: Candidate) -> str:
         """Say for an LM what the check and the run had against a workflow."""
-        lines = [f"check: {complaint}" for complaint in candidate.workflow.check(self.executor.tools)]
+        lines = [
+            f"check: {complaint}"[:FEEDBACK_CHARACTERS] for complaint in candidate.workflow.check(self.executor.tools)
+        ]
         lines += [f"node {run.node!r}: {run.outcome(FEEDBACK_CHARACTERS)}" for run in candidate.execution.runs]
         return "\n".join([*lines, "The goal was not reached."] if candidate.execution.is_complete else lines)
 

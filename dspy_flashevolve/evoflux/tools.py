@@ -27,8 +27,6 @@ LIST_SECONDS = 60.0
 """The longest that a session may take to list its tools; a round number, above the start of two slow servers."""
 MOST_PAGES = 100
 """Pages of tools that a session may list; a round number, ten times what a server of a thousand tools needs."""
-_LONGEST_NAME = 200
-"""Characters of a tool's name; MCP asks for 128 at most."""
 _LONGEST_TEXT = 200_000
 """Characters of a text output that is read as JSON; a longer one stays a text. A round number."""
 
@@ -247,8 +245,7 @@ async def catalogue_of(
         raise ConfigurationError(f"tools: {twice} are there more than once; give them other names.")
     catalogue = {spec.name: spec for spec in tools}
     for name, spec in list(catalogue.items()):
-        fault = fault_of_schema(spec.input_schema) or fault_of_schema(spec.output_schema)
-        if fault or len(name) > _LONGEST_NAME:
-            logger.warning("The tool %.200r is left out: %s.", name, fault or f"its name has {len(name):,} characters")
+        if fault := fault_of_schema(spec.input_schema) or fault_of_schema(spec.output_schema):
+            logger.warning("The tool %.200r is left out: %s.", name, fault)
             del catalogue[name]
     return catalogue
