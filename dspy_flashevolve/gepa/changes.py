@@ -136,8 +136,8 @@ _PART_NUMBER = re.compile(r"\A\s*\[\d{1,4}\]\s?")
 
 
 def _placed(edits: Iterable[Edit], count: int) -> Iterator[tuple[int, bool, str]]:
-    """Read edits of a text of so many parts: the number of the part, whether it goes, what is put in; what goes in a
-    part's place before what is added, so that a line that an edit moves is there."""
+    """Read edits of a text of so many parts: the number of the part, whether it goes, and what is put in; first what
+    goes in a part's place, so that a line that the edits move is there."""
     gone, placed = set[int](), list[tuple[int, bool, str]]()
     for edit in edits:
         text = _PART_NUMBER.sub("", edit.text).strip("\n").rstrip()

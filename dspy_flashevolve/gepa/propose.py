@@ -139,11 +139,15 @@ class Proposing:
         reason = await pool.write(pool.nothing_to_improve, step, task, evaluation)
         if reason is not None:  # without a trajectory nothing was paid, and such steps must not go on for ever
             return End(EndKind.REJECTED if evaluation.trajectories else EndKind.FAILED, NOTHING.get(reason, reason))
-        reflection, lockstep = self._program.reflection, self._run.lockstep
-        readable = None if lockstep else reflection.readable(task.parent_candidate, evaluation)
+        reflection, rng, readable = self._program.reflection, None, None
+        if not self._run.lockstep:
+            rng = step.rng
+            try:
+                readable = await reflection.readable(task.parent_candidate, evaluation)
+            except NothingToReadError as error:
+                return self._unprepared(step, error)
         components, unread = await pool.write(pool.choose_components, step, task, evaluation, readable)
         self._tell_unread(step, unread, components)
-        rng = None if lockstep else step.rng
         try:
             # Feedback comes from the metric, which may ask an LM: it takes a slot.
             ask = partial(self._run.rollouts.request, "propose", step)
@@ -151,13 +155,21 @@ class Proposing:
         except FlashEvolveError:
             raise
         except Exception as error:
-            if error is self._program.mistakes.error:
-                raise
-            _log(f"Iteration {step.number + 1}: Exception building reflective dataset: {shortened(error)}", error)
-            return End(EndKind.FAILED, f"no reflective dataset: {shortened(error)}")
+            return self._unprepared(step, error)
         components = [name for name in components if name in dataset] or components
         await pool.write(pool.reports.reflection_begins, step, task, components, dataset)
         return _Prepared(parent, components, dataset)
+
+    def _unprepared(self, step: Step, error: Exception) -> End:
+        """Say that a reflection has nothing to read; where every first one has the same error, the run ends with it.
+
+        Raises:
+            Exception: that error.
+        """
+        if error is self._program.mistakes.error:
+            raise error
+        _log(f"Iteration {step.number + 1}: Exception building reflective dataset: {shortened(error)}", error)
+        return End(EndKind.FAILED, f"no reflective dataset: {shortened(error)}")
 
     def _tell_unread(self, step: Step, unread: Sequence[str], components: Sequence[str]) -> None:
         """Say once of a component that no rollout called it, so that another one is reflected on."""

@@ -136,11 +136,14 @@ class ReflectionRunner:
         self._refused_characters = math.inf
         """Characters of the examples of one component that did not fit the reflection LM's context; the fewest."""
 
-    def readable(self, candidate: Mapping[str, str], evaluation: EvaluationBatch[Any, Any]) -> set[str]:
+    async def readable(self, candidate: Mapping[str, str], evaluation: EvaluationBatch[Any, Any]) -> set[str]:
         """Find the components of which a reflection can read something in rollouts: the predictors that were called
         and whose replies dspy's adapter takes, and code where there is any rollout.
 
         Predictors of one signature and one instruction are told apart no better than by dspy's adapter.
+
+        Raises:
+            NothingToReadError: there is none.
         """
         adapter, trajectories = self._adapter, evaluation.trajectories or []
         calls = [
@@ -154,7 +157,11 @@ class ReflectionRunner:
             )
         ]
         code = adapter._flex_paths if trajectories else ()  # pyright: ignore[reportPrivateUsage]
-        return {*self._own_calls(candidate, calls), *code}
+        found = {*await self._threads.run(self._own_calls, candidate, calls), *code}
+        if not found:
+            self._raise_untraced(candidate, trajectories)
+            raise NothingToReadError("no reply in its minibatch could be read")
+        return found
 
     def _own_calls(self, candidate: Mapping[str, str], signatures: Sequence[Any]) -> list[str]:
         """Find the names of the student's predictors that were called, by the signatures of the calls, as dspy does."""
@@ -183,16 +190,13 @@ class ReflectionRunner:
 
         Raises:
             FlashEvolveError: of ``ask``, where the provider of a judge gave no answer, or refuses for good.
-            NothingToReadError: there was nothing to reflect on; dspy's own error in lockstep.
+            UntracedProgramError: no call of the program's predictors was seen.
             Exception: what the metric raised while it gave feedback, in lockstep on one example and else on all of
-                them.
+                them, or that there was nothing to reflect on.
         """
         adapter, trajectories = copy.copy(self._adapter), evaluation.trajectories or []
         adapter.rng = adapter.rng if rng is None else rng
         adapter.feedback_map = questions_for(adapter.student.named_predictors(), trajectories)
-        if rng is not None and not self.readable(candidate, evaluation).intersection(components):
-            self._raise_untraced(candidate, trajectories)
-            raise NothingToReadError("no reply in its minibatch could be read")
         # It waits its turn among the reflections, one of which reads it next: made earlier, it would only lie there.
         try:
             dataset: Any = await self._guarded(
