@@ -93,7 +93,7 @@ def _spellings(secret: str) -> set[str]:
     >>> sorted(_spellings('a"b'), key=len)[:2]
     ['a"b', 'a\\\\"b']
     """
-    forms = {secret}
+    forms = {secret, repr(secret)[1:-1]}
     for _ in range(JSON_DEPTH):
         forms |= {json.dumps(form, ensure_ascii=ascii_only)[1:-1] for form in forms for ascii_only in (True, False)}
     return forms

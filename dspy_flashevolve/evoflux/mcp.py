@@ -228,8 +228,9 @@ def _copy(directory: Path, place: Path) -> None:
     list(_links(directory, directory))  # a device must not be read
     shutil.copytree(directory, place, symlinks=True)
     for path, target in list(_links(place, directory)):
-        path.unlink()
-        path.symlink_to(target)
+        if os.readlink(path) != str(target):
+            path.unlink()
+            path.symlink_to(target)
 
 
 def _kill_rest(marks: set[str]) -> None:

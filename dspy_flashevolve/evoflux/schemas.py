@@ -282,7 +282,8 @@ def _target(reference: str, root: Schema) -> Any:
     for name in names:
         name = unquote(name).replace("~1", "/").replace("~0", "~")
         if isinstance(place, list) and name.isdecimal():
-            place = dict(enumerate(cast("list[Any]", place))).get(int(name))
+            items = cast("list[Any]", place)
+            place = items[int(name)] if len(name) < 9 and int(name) < len(items) else None
         else:
             place = cast(Schema, place).get(name) if isinstance(place, dict) else None
     return place

@@ -13,9 +13,9 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from dspy_flashevolve.gepa.parts import (
     NUMBER,
@@ -50,6 +50,20 @@ class Edit(BaseModel):
     part: int = Field(description="The number of the part; 0 for an addition at the start.")
     text: str = Field(default="", description="The new part; empty to remove one.")
     reason: str = Field(default="", description="In half a sentence, what in the feedback asks for it.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_meant(cls, values: Any) -> Any:
+        """Take null for a field that is left out, "Add" for "add", and "[3]" for 3, as parts are shown."""
+        if not isinstance(values, dict):
+            return values
+        fields = {name: value for name, value in cast("dict[str, Any]", values).items() if value is not None}
+        action, part = fields.get("action"), fields.get("part")
+        return {
+            **fields,
+            **({"action": action.strip().lower()} if isinstance(action, str) else {}),
+            **({"part": part.strip().strip("[]")} if isinstance(part, str) else {}),
+        }
 
     @classmethod
     def in_text(cls, answer: str) -> list[Edit]:
@@ -131,7 +145,7 @@ def _is_whole(instruction: str, edits: Sequence[Edit], text: str) -> bool:
     return is_replaced or is_most or any(map(ends_in_fence, (instruction, *written)))
 
 
-_PART_NUMBER = re.compile(r"\A\s*\[\d{1,4}\]\s?")
+_PART_NUMBER = re.compile(r"\A\s*\[(\d{1,4})\]\s?")
 """A number that a model has copied from the part that it was shown."""
 
 
@@ -140,7 +154,9 @@ def _placed(edits: Iterable[Edit], count: int) -> Iterator[tuple[int, bool, str]
     goes in a part's place, so that a line that the edits move is there."""
     gone, placed = set[int](), list[tuple[int, bool, str]]()
     for edit in edits:
-        text = _PART_NUMBER.sub("", edit.text).strip("\n").rstrip()
+        copied = _PART_NUMBER.match(edit.text)
+        text = edit.text[copied.end() :] if copied and int(copied[1]) <= count + 1 else edit.text
+        text = "" if edit.action == "remove" else text.strip("\n").rstrip()
         number = min(max(edit.part, 0), count) if edit.action == "add" else edit.part
         if edit.action == "add" or number in gone:
             placed += [(number, False, text)] if text else []

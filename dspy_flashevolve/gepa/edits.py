@@ -30,6 +30,9 @@ MOST_UNREADABLE = 3
 """Replies in a row that held no edit, after which whole texts are asked for at once. One unreadable reply costs one
 request more; a model that cannot write edits would pay for two requests a reflection to the end of the run."""
 
+MOST_EDITS = 100
+"""Edits of one reply that are read. It is asked for twelve at most, and their time grows with their square."""
+
 TASK = """\
 An assistant performs a task with the instruction below, whose parts are numbered. You are given inputs of the task, the
 assistant's response to each, and feedback on how the response could be better.
@@ -178,7 +181,7 @@ class EditProposer(TextProposer):
         except (AdapterParseError, ValueError) as error:
             logger.info("A reflection's reply held no edits: %.200s", error)
             return unnumbered(text_in(getattr(error, "lm_response", ""), "new_instruction") or "", instruction)
-        return EditedText.of(instruction, reply.edits or ())
+        return EditedText.of(instruction, (reply.edits or ())[:MOST_EDITS])
 
 
 def numbered(instruction: str) -> str:

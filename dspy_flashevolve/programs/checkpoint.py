@@ -21,6 +21,8 @@ from dspy_flashevolve.observe.history import Candidate, History
 from dspy_flashevolve.programs.data_pickle import DataUnpickler, NotDataError
 
 CHECKPOINT = "gepa_state.bin"
+SHOWN_CHARACTERS = 300
+"""Of an error in a message: its first lines say what is wrong, and a file may hold millions of wrong parts."""
 
 
 def _score(value: Any) -> float:
@@ -43,8 +45,10 @@ class _Candidates(BaseModel):
 
 
 class _State(_Candidates):
-    """The attributes of gepa 0.1.4's ``GEPAState``."""
+    """The attributes of gepa 0.1.4's ``GEPAState``. Others of a file are left out: they might stand for methods."""
 
+    frontier_type: str = "instance"
+    validation_schema_version: int = 0
     prog_candidate_objective_scores: list[_Scores]
     pareto_front_valset: _Scores
     program_at_pareto_front_valset: dict[Any, set[int]]
@@ -68,11 +72,31 @@ def _read(path: Path, runs_code: bool, take: Callable[[dict[str, Any]], Any]) ->
         state = pickle.loads(content) if runs_code else DataUnpickler(io.BytesIO(content)).load()
         if type(state) is not dict:
             raise TypeError(f"a {type(state).__name__} is no state of gepa's")
+        if not runs_code:
+            _check_size(state, len(content))
         return take(state)
     except Exception as error:
         is_told = isinstance(error, NotDataError | OSError)
         why = str(error) if is_told else f"{type(error).__name__}: {error}; it is damaged"
-        raise RunDirectoryError(f"{path} cannot be read: {' '.join(why.split())}.") from error
+        raise RunDirectoryError(f"{path} cannot be read: {' '.join(why.split())[:SHOWN_CHARACTERS]}.") from error
+
+
+def _check_size(state: Any, most: int) -> None:
+    """Count the parts of what was read, those that are shared each time that they are named.
+
+    Raises:
+        NotDataError: there are more than the file has bytes: a few bytes name the same long list again and again.
+    """
+    count, left = 0, [state]
+    while left:
+        value = left.pop()
+        parts: Any = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+        )
+        count += 1 + len(parts)
+        if count > most:
+            raise NotDataError("holds more parts than bytes")
+        left += [part for part in parts if isinstance(part, dict | list | tuple | set)]
 
 
 def read_state(path: Path, runs_code: bool = False) -> GEPAState[Any, Any]:
@@ -93,7 +117,7 @@ def _state_of(data: dict[str, Any]) -> GEPAState[Any, Any]:
     GEPAState._upgrade_state_dict(data)  # pyright: ignore[reportPrivateUsage]
     _State.model_validate(data, strict=True)
     state = GEPAState[Any, Any].__new__(GEPAState)
-    vars(state).update(data)
+    vars(state).update({name: value for name, value in data.items() if name in _State.model_fields})
     candidates, names = state.program_candidates, state.list_of_named_predictors
     cache = state.evaluation_cache
     entries: list[Any] = [] if cache is None else list(cache._cache.values())  # pyright: ignore[reportPrivateUsage]

@@ -105,6 +105,9 @@ KEYS = (str, int, float, bool, type(None), bytes, date, datetime, time, timedelt
 RESTORED = ("pydantic.main", "pydantic.root_model", "dataclasses", "uuid")
 """Modules whose ``__setstate__`` does what :func:`_fill` does."""
 
+OWN_ATTRIBUTES = {"_store", "_demos", "_input_keys", "_completions", "_lm_usage", "signature"}
+"""What dspy's examples, predictions and completions keep in attributes."""
+
 
 def _is_data(value: Any) -> bool:
     """Say whether a value is a class whose objects are data, and none of whose code runs when one is made or gone."""
@@ -143,6 +146,8 @@ def _called(function: Any, arguments: Any) -> Any:
 def _fill(target: Any, state: Any) -> None:
     """Give an object its state."""
     kind = type(target)
+    if issubclass(kind, Enum):
+        raise NotDataError("changes a member of an Enum, of which there is one in the process")
     if kind is _NumberType:
         target.order = plain(plain(state, tuple)[1], str)
     elif kind is UUID:
@@ -155,7 +160,10 @@ def _fill(target: Any, state: Any) -> None:
         parts = (state.get(f"__pydantic_{part}__") for part in ("fields_set", "extra", "private"))
         fill_model(target, values, *(plain(part, dict, set, type(None)) for part in parts))
     elif issubclass(kind, dspy.Example | Completions):
-        vars(target).update(_attributes(state))
+        values = _attributes(state)
+        if not values.keys() <= OWN_ATTRIBUTES:  # any other name may stand for a method
+            raise NotDataError("gives an example attributes that it has not")
+        vars(target).update(values)
     elif is_dataclass(kind):
         if type(state) is list:  # of a frozen class with slots
             state = dict(zip((field.name for field in fields(kind)), state, strict=True))

@@ -271,8 +271,6 @@ def test_once_a_text_is_perfect_nothing_is_paid_but_its_consolidation_and_one_va
     options["callbacks"].append(heard)
     program = compiled(reflection, 300, 20, gepa_kwargs=options)
     assert reached[0] == reflection.reflections, "no other step asks for a reflection any more"
-    rejected = [reason for reason in program.async_stats.end_reasons if reason == PERFECT]
-    assert rejected, "other steps were on their way, and ended"
     assert sum(event["average_score"] == 1.0 for event in heard.of("on_valset_evaluated")) == 2
 
 

@@ -711,7 +711,7 @@ class Chaos:
         if rng.random() < 0.5:
             await record_metric_call()
             await anyio.sleep(rng.random() * 4)
-        endpoint.record_reply(sent, 7)
+        endpoint.record_reply(sent)
         return Rollout(None, rng.random())
 
     async def evaluate(self, stage: str, step: Step, count: int, pays: Reservation) -> None:
