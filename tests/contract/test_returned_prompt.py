@@ -269,7 +269,7 @@ def test_once_a_text_is_perfect_nothing_is_paid_but_its_consolidation_and_one_va
 
     options = on("on_valset_evaluated", look)
     options["callbacks"].append(heard)
-    program = compiled(reflection, 300, 20, gepa_kwargs=options)
+    compiled(reflection, 300, 20, gepa_kwargs=options)
     assert reached[0] == reflection.reflections, "no other step asks for a reflection any more"
     assert sum(event["average_score"] == 1.0 for event in heard.of("on_valset_evaluated")) == 2
 
