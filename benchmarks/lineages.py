@@ -20,12 +20,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 
+from benchmarks.models import reply_model_named
 from benchmarks.results import shown, table
 from benchmarks.workloads.rows import VARIABLE, data_folder
 from dspy_flashevolve.gepa.parts import NUMBER, REWORDED, Part, is_item, level_of, likeness, parts_of
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.replies import new_instruction
-from dspy_flashevolve.sim.reply_model import Choices, reply_model_named
+from dspy_flashevolve.sim.words import Choices
 
 FILE = "lineages/pairs.jsonl.gz"
 CLASSES: dict[str, Callable[[str], bool]] = {
@@ -224,7 +224,7 @@ def simulated_pairs(name: str, runs: int = 20, generations: int = 5) -> list[Pai
         for generation in range(generations):
             missed = random.Random(f"{run} {generation}").sample(task.all_rules(), 8)
             choices = Choices(run, f"generation {generation}")
-            child = new_instruction(parent, " ".join(["Missed:", *map(str, missed)]), model, choices)
+            child = model.new_instruction(parent, " ".join(["Missed:", *map(str, missed)]), choices)
             pairs.append(Pair(name, str(run), parent, child, generation == 0))
             parent = child
     return pairs

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from dspy_flashevolve.gepa.compilation import AsyncGEPAResult
     from dspy_flashevolve.gepa.settings import FLASHEVOLVE, Edits, Workflow
     from dspy_flashevolve.harness.program import Harness, HarnessError
-    from dspy_flashevolve.modules.combee import CombeeReflection
     from dspy_flashevolve.modules.integrate import StaleCandidateReflection
     from dspy_flashevolve.observe.statistics import AsyncStats
     from dspy_flashevolve.programs.run import DspyRun
@@ -37,7 +36,6 @@ __all__ = [
     "AsyncGEPAResult",
     "AsyncMetaHarness",
     "AsyncStats",
-    "CombeeReflection",
     "ConfigurationError",
     "DataError",
     "DspyRun",
@@ -62,7 +60,6 @@ _HOMES = {
     "AsyncGEPAResult": "gepa.compilation",
     "AsyncMetaHarness": "async_meta_harness",
     "AsyncStats": "observe.statistics",
-    "CombeeReflection": "modules.combee",
     "DspyRun": "programs.run",
     "EditedText": "gepa.changes",
     "Edits": "gepa.settings",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal
@@ -14,12 +13,14 @@ from dspy.primitives import Example, Module
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS, GEPA
 from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
 from dspy.teleprompt.gepa.gepa_utils import CodeProposalFn
+from dspy.teleprompt.teleprompt import Teleprompter
 from gepa.core.adapter import ProposalFn
 from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.engine.steps import STEPS_TO_OVERLAP, pays_overlap
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.compilation import Best, Compilation, texts_of
 from dspy_flashevolve.gepa.estimate import Estimate, estimate
@@ -32,10 +33,11 @@ from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.run import with_compile_events
 from dspy_flashevolve.programs.settings import Schedule, check_counts, check_data, check_limits
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 
-class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]  # dspy's @experimental hides the type
+# Teleprompter is named although GEPA is one: MLflow's autologging patches `compile` of Teleprompter.__subclasses__().
+class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]  # dspy's @experimental hides the type
     """A drop-in replacement for ``dspy.GEPA`` whose stages overlap.
 
     It takes every argument of ``dspy.GEPA``, with the same default but for ``reflection_minibatch_size``. Four of them
@@ -205,7 +207,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         check_options(self._settings())
         self._check_callbacks()
 
-    def compile(
+    def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  # as dspy.GEPA, which takes no more either
         self,
         student: Module,
         *,

@@ -6,11 +6,9 @@ has from an interrupted run is not made again. Other requests (a reflection, a r
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Awaitable, Callable, Generator, Hashable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -23,11 +21,11 @@ from dspy_flashevolve.engine.loop import check_main_thread
 from dspy_flashevolve.engine.metric_calls import recording_rollout
 from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
 from dspy_flashevolve.engine.retries import TrackedRequest
-from dspy_flashevolve.engine.scheduler import Requester, Scheduler
-from dspy_flashevolve.engine.slot import Slot, current_slot
+from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, current_slot
 from dspy_flashevolve.engine.steps import Reservation, Step
+from dspy_flashevolve.engine.texts import logger_named
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 T = TypeVar("T")
 
 
@@ -78,18 +76,19 @@ class ReplyRecord(Protocol[T]):
 
 @dataclass(eq=False)
 class _Flight:
-    """A request over all of its attempts; equal rollouts wait for its end."""
+    """A request over all of its attempts; equal rollouts wait for its end, with a trace or without (``traced``)."""
 
+    traced: bool = True
     ended: anyio.Event = field(default_factory=anyio.Event)
     result: Rollout | None = None
     slot: Slot | None = None
-    backoff_since: float | None = None
-    """When it began to wait, without a slot, for its next attempt; None where it does not."""
+    is_backing_off: bool = False
+    """It waits, without a slot, for its next attempt."""
 
     @property
-    def waits_since(self) -> float | None:
-        """When it began to wait for its next attempt, with a slot or without; None where it does not."""
-        return self.slot.paused_since if self.backoff_since is None and self.slot is not None else self.backoff_since
+    def is_waiting(self) -> bool:
+        """Whether it waits for its next attempt, or an LM call in it for its own."""
+        return self.is_backing_off or (self.slot is not None and self.slot.is_retrying)
 
     def cancel_attempt(self) -> None:
         """End its attempt, as its timeout does."""
@@ -133,8 +132,6 @@ class Rollouts:
         self._flights: dict[RolloutKey, _Flight] = {}
         self._awaited: dict[int, list[_Flight]] = {}
         """Number of a step -> the requests that it waits for."""
-        self.answered_seconds = -math.inf
-        """Time of the last answer to a request."""
         self.joined = 0
         """Number of rollouts that waited for an equal one instead of being made."""
         self.unanswerable: dict[tuple[str, Hashable], str] = {}
@@ -235,11 +232,12 @@ class Rollouts:
             paid_rollout = self.journal.find_rollout(key, step.number, record.read)
             if paid_rollout is not None:
                 return paid_rollout
-        while self._single_flight and (flight := self._flights.get(key)):
+        shared = replace(key, traced=True)  # the LMs are asked the same with a trace and without
+        while self._single_flight and (flight := self._flights.get(shared)):
             on_granted()
             with self._waiting_for(flight, step):
                 await flight.ended.wait()
-            if flight.result is not None:
+            if flight.result is not None and (flight.traced == key.traced or not flight.result.error):
                 self.joined += 1
                 return flight.result
             # Its step was cancelled, or it got no answer: this step makes the rollout itself.
@@ -251,9 +249,9 @@ class Rollouts:
         if make_failure is not None and self.is_unanswered(key):
             on_granted()
             return make_failure(self.unanswerable.get(example) or self._unanswered[key])
-        flight = _Flight()
+        flight = _Flight(key.traced)
         if self._single_flight:
-            self._flights[key] = flight
+            self._flights[shared] = flight
         attempts = _RolloutAttempts(self, key, stage, step, reservation, call, record)
         try:
             flight.result = await self._retry(
@@ -265,15 +263,15 @@ class Rollouts:
                 raise
             flight.result = make_failure(self._give_up(key, step, stage, error))
         finally:
-            if self._flights.get(key) is flight:
-                del self._flights[key]
+            if self._flights.get(shared) is flight:
+                del self._flights[shared]
             flight.ended.set()
         return flight.result
 
     def unanswered_examples(self, candidate: str, split: str) -> set[Hashable]:
         """Return the examples that get no answer, at least for this candidate, and those on which a rollout waits for
         its next attempt."""
-        keys = [key for key, flight in self._flights.items() if flight.waits_since is not None]
+        keys = [key for key, flight in self._flights.items() if flight.is_waiting]
         keys += [key for key in list(self._unanswered) if key.candidate == candidate]
         unanswered = [*self.unanswerable, *((key.split, key.example) for key in keys)]
         return {example for example_split, example in unanswered if example_split == split}
@@ -290,7 +288,7 @@ class Rollouts:
             (
                 flight
                 for other, flight in self._flights.items()
-                if (other.split, other.example) == (key.split, key.example) and flight.waits_since is not None
+                if (other.split, other.example) == (key.split, key.example) and flight.is_waiting
             ),
             None,
         )
@@ -299,11 +297,10 @@ class Rollouts:
         """Whether a rollout fails because it gets no answer, so that its score says nothing about its candidate."""
         return (key.split, key.example) in self.unanswerable or key in self._unanswered
 
-    def waiting_since(self, step: int) -> float | None:
-        """Return when the last of a step's requests began to wait for its next attempt; None while one is under way."""
+    def is_waiting(self, step: int) -> bool:
+        """Whether all of a step's requests wait for their next attempt."""
         flights = self._awaited.get(step, ())
-        since = [flight.waits_since for flight in flights if flight.waits_since is not None]
-        return max(since) if since and len(since) == len(flights) else None
+        return bool(flights) and all(flight.is_waiting for flight in flights)
 
     @contextmanager
     def _waiting_for(self, flight: _Flight, step: Requester) -> Generator[None, None, None]:
@@ -327,7 +324,7 @@ class Rollouts:
         on_granted: OnGranted | None = None,
     ) -> T:
         """Call ``attempt`` in a slot, with its number from 1, until it does not fail transiently."""
-        request, responder = TrackedRequest(), self.endpoints.responder_of_stage(stage)
+        request, responder = TrackedRequest(), self.endpoints.of_stage(stage)
         retries = self.endpoints.retries
 
         async def call() -> T:
@@ -348,17 +345,19 @@ class Rollouts:
                     failed: TrackedRequest = error.asked or request
                     if error.asked is None:  # else the LM call that failed was retried already, where it was made
                         responder.record_failure(request, str(error), error.of_request)
-                        if (limit := self.endpoints.rollout_limit(stage)) is not None:
-                            limit.record_refusal(error.retry_after_seconds)
+                        if not responder.group.sees_lm_calls:  # of an LM of the user's own kind: whole requests tell
+                            responder.record_refusal(request, error.retry_after_seconds)
                         if responder.may_retry(request, retries.policy.attempts):
-                            flight.backoff_since = self.clock()
+                            flight.is_backing_off = True
                             await responder.pause_before_retry(None, request, error.retry_after_seconds)
-                            flight.backoff_since = None
+                            flight.is_backing_off = False
                             continue
                     reason = f"no answer after {failed.failures} attempts: {error}"
                     raise RolloutUnresolvedError(reason, failed.is_isolated) from error
-                responder.record_answer(request)
-                self.answered_seconds = self.clock()
+                if responder.group.sees_lm_calls:
+                    responder.record_answer(request)
+                else:
+                    responder.record_reply(request)
                 return answer
 
     def _give_up(self, key: RolloutKey, step: Requester, stage: str, error: RolloutUnresolvedError) -> str:
@@ -375,7 +374,7 @@ class Rollouts:
         if not alone and example not in self.unanswerable:
             self.unanswerable[example] = reason
             for other, flight in self._flights.items():
-                if (other.split, other.example) == example and flight.waits_since is not None:
+                if (other.split, other.example) == example and flight.is_waiting:
                     flight.cancel_attempt()
         return reason
 
@@ -469,8 +468,6 @@ class _RolloutAttempts:
             self.rollouts.journal.record_rollout(
                 self.key, stage, number, rollout, self.record.write(rollout), seconds, self.call_number
             )
-        if (limit := rollouts.endpoints.rollout_limit(stage)) is not None:
-            limit.record_answer(seconds, rollout.tokens)
         rollouts.bus.emit(
             RolloutFinished(
                 rollouts.clock(), number, stage, rollout.score, seconds, rollout.tokens, rollout.cost_dollars

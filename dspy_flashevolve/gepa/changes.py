@@ -13,9 +13,9 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from dspy_flashevolve.gepa.parts import (
     NUMBER,
@@ -27,8 +27,10 @@ from dspy_flashevolve.gepa.parts import (
     likeness,
     normal,
     parts_of,
+    said_once,
     sections_of,
     title_of,
+    wording_of,
     words_of,
 )  # fmt: skip
 
@@ -48,6 +50,39 @@ class Edit(BaseModel):
     part: int = Field(description="The number of the part; 0 for an addition at the start.")
     text: str = Field(default="", description="The new part; empty to remove one.")
     reason: str = Field(default="", description="In half a sentence, what in the feedback asks for it.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_meant(cls, values: Any) -> Any:
+        """Take null for a field that is left out, "Add" for "add", and "[3]" for 3, as parts are shown."""
+        if not isinstance(values, dict):
+            return values
+        fields = {name: value for name, value in cast("dict[str, Any]", values).items() if value is not None}
+        action, part = fields.get("action"), fields.get("part")
+        return {
+            **fields,
+            **({"action": action.strip().lower()} if isinstance(action, str) else {}),
+            **({"part": part.strip().strip("[]")} if isinstance(part, str) else {}),
+        }
+
+    @classmethod
+    def in_text(cls, answer: str) -> list[Edit]:
+        """Read edits that are written as tags.
+
+        >>> Edit.in_text('Here you are: <replace part="2">- Be brief.</replace>')
+        [Edit(action='replace', part=2, text='- Be brief.', reason='')]
+        """
+        # A tag ends before the next one opens: looked for further, each end would be looked for in all of the rest.
+        pieces: Iterator[Any] = iter(_TAG.split(answer)[1:])
+        edits: list[Edit] = []
+        for action, part, is_empty, inner in zip(pieces, pieces, pieces, pieces, strict=True):
+            text, closed, _ = inner.partition(f"</{action}>")
+            if closed or is_empty:
+                edits.append(cls(action=action, part=int(part), text="" if is_empty else text))
+        return edits
+
+
+_TAG = re.compile(r'<(add|replace|remove)\s+(?:after|part)="?(\d{1,4})"?\s*(/)?>')
 
 
 class EditedText(str):
@@ -80,7 +115,8 @@ class EditedText(str):
         """Apply edits to an instruction.
 
         An edit of a part that is not there is left out. Of several replacements of one part the first goes in its
-        place, the others behind it. Lists are numbered anew.
+        place, the others behind it. What another part says already, word for word, is not put in. Lists are numbered
+        anew.
 
         Args:
             instruction: its parts are list items, headings, tables, fenced blocks and sentences.
@@ -109,7 +145,7 @@ def _is_whole(instruction: str, edits: Sequence[Edit], text: str) -> bool:
     return is_replaced or is_most or any(map(ends_in_fence, (instruction, *written)))
 
 
-_PART_NUMBER = re.compile(r"\A\s*\[\d{1,4}\]\s?")
+_PART_NUMBER = re.compile(r"\A\s*\[(\d{1,4})\]\s?")
 """A number that a model has copied from the part that it was shown."""
 
 
@@ -118,7 +154,9 @@ def _placed(edits: Iterable[Edit], count: int) -> Iterator[tuple[int, bool, str]
     goes in a part's place, so that a line that the edits move is there."""
     gone, placed = set[int](), list[tuple[int, bool, str]]()
     for edit in edits:
-        text = _PART_NUMBER.sub("", edit.text).strip("\n").rstrip()
+        copied = _PART_NUMBER.match(edit.text)
+        text = edit.text[copied.end() :] if copied and int(copied[1]) <= count + 1 else edit.text
+        text = "" if edit.action == "remove" else text.strip("\n").rstrip()
         number = min(max(edit.part, 0), count) if edit.action == "add" else edit.part
         if edit.action == "add" or number in gone:
             placed += [(number, False, text)] if text else []
@@ -233,8 +271,13 @@ class Weave:
         numbers = set(chosen)
         for component, own in edits.items():
             shown, last = self._shown(component, chosen), dict[int, int]()
-            for number, is_gone, text in _placed(own, len(shown)):
-                place = shown[number - 1] if number else [-1]
+            placed = list(_placed(own, len(shown)))
+            gone = {key for number, is_gone, _ in placed if is_gone for key in shown[number - 1]}
+            said = {wording_of(self._parts[key]) for key in self._visible(component, chosen) if key not in gone}
+            for number, is_gone, text in placed:
+                place, new = shown[number - 1] if number else [-1], parts_of(text)
+                text = "".join(new[at].before + new[at].text for at in said_once(new, said)).strip("\n")
+                said.update(map(wording_of, new))
                 added = self._put_units(component, numbers, chosen, place, is_gone, text, last.get(number))
                 if added is not None:
                     last[number] = added
@@ -312,10 +355,17 @@ class Weave:
             ids.append(len(self._parts) - 1)
         return ids
 
-    def _visible(self, component: str, chosen: Collection[int]) -> list[int]:
+    def _there(self, component: str, chosen: Collection[int]) -> list[int]:
+        """The parts that the base and changes put in and none of them takes out."""
         gone = {part for number in chosen for part in self.changes[number].removes}
         adders = {None, *chosen}
         return [key for key in self._orders[component] if self._adders[key] in adders and key not in gone]
+
+    def _visible(self, component: str, chosen: Collection[int]) -> list[int]:
+        """The same without what changes put in though another part says it."""
+        ids = self._there(component, chosen)
+        parts, base = [self._parts[key] for key in ids], {at for at, key in enumerate(ids) if self._adders[key] is None}
+        return [ids[at] for at in said_once(parts, {wording_of(parts[at]) for at in base}, base)]
 
     def _shown(self, component: str, chosen: Collection[int]) -> list[list[int]]:
         """The parts of a composed text as whoever reads it counts them, each with the parts of the weave in it: two
@@ -418,13 +468,15 @@ class Weave:
         }  # fmt: skip
         numbers -= dropped  # what takes the whole of a change out is the text without it, and no change of its own
         back = {key for number in dropped for key in self.changes[number].removes}
-        visible = set(self._visible(component, numbers))
-        removes = tuple(key for key in order if key in visible and (key in old or key in back))
+        before, said = self._visible(component, chosen), {wording_of(self._parts[key]) for key in old} - {""}
+        unseen = {key for key in self._there(component, chosen) if wording_of(self._parts[key]) in said} - set(before)
+        goes = {*old, *back, *unseen}  # what says the same as a part that is taken out does not come in its place
+        removes = tuple(key for key in self._there(component, numbers) if key in goes)
         if not new and not removes:
             return anchor
-        before = self._visible(component, chosen)
-        until = before[: before.index(part) + 1] if part >= 0 else []
-        sections = sections_of([*(self._parts[key] for key in until if key not in old), *new])[len(until) - len(old) :]
+        until = before[: before.index(part) + 1] if part in before else []
+        left = [self._parts[key] for key in until if key not in old]
+        sections = sections_of([*left, *new])[len(left) :]
         identity = repr((component, sections[:1], [normal(one.text) for one in new], removes))
         same = next((at for at, change in enumerate(self.changes) if change.identity == identity), None)
         if same is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.replay import hash_of
+from dspy_flashevolve.engine.staleness import Texts
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit
@@ -41,22 +42,27 @@ class Consolidations:
     ) -> None:
         self._run, self._pool, self._credit, self._calls, self._settings = run, pool, credit, calls, settings
 
+    def may_write(self, texts: Texts) -> bool:
+        """Whether a candidate that has grown may still be written anew: once each. Runs in the pool's writer."""
+        return not (self._calls.are_spent or self._credit.is_written_anew(texts))
+
     async def written(self, step: Step, head: Proposal, least_edits: int) -> Screened | None:
-        """Let the reflection LM write anew the components of a head that have enough edits.
+        """Let the reflection LM write anew the components of a head that have grown.
 
         Args:
             step: that pays the request.
             head: what was composed.
-            least_edits: how many edits in a text are enough.
+            least_edits: a text with fewer is left as it is.
 
         Returns:
             The new candidate; None where there is nothing to write anew, and where no reply came or one that is of no
             use: it changes nothing, is a candidate of the pool already, or is much longer than all that it was made of.
         """
         texts = head.candidate
-        effects = await self._pool.write(self._credit.grown, texts, least_edits)
+        effects = await self._pool.write(self._credit.effects_in_grown, texts, least_edits)
         if not effects or self._calls.are_spent:
             return None
+        await self._pool.write(self._credit.mark_written_anew, texts)
         inputs: dict[str, dict[str, Any]] = {"texts": {name: texts[name] for name in effects}, "effects": effects}
         record = ReplyText(hash_of({"consolidate": json.dumps(inputs["texts"], sort_keys=True)}))
         lm = self._settings.reflection_lm

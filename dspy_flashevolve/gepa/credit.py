@@ -90,11 +90,11 @@ class Outlook:
 
     Args:
         joins: whether children come as edits; False where more of the last ones are whole texts, None before the first.
-        head_changes: how many changes the head has, as far as the last estimate tells.
+        is_grown: the head joins what several children added to one text, as far as the last estimate tells.
     """
 
     joins: bool | None = None
-    head_changes: int = 0
+    is_grown: bool = False
 
 
 class Evidence:
@@ -212,6 +212,10 @@ class Credit:
         self._children = deque[tuple[int, bool]](maxlen=LAST_CHILDREN)
         """Step and whether its child was written as a whole text, of the last children."""
         self.outlook = Outlook()
+        self._grown = set[str]()
+        """Texts, as hashes, each with its component's name, that have grown; see :meth:`grown_in`."""
+        self._written_anew = set[str]()
+        """Texts, as hashes, that the reflection LM was asked to write anew."""
         self._before = frozenset[str]()
         """Hashes of the candidates that were made of changes on the former base: edits of them may still come. A run
         that goes on has forgotten them: then such a child stands for itself."""
@@ -254,7 +258,7 @@ class Credit:
     def _publish(self) -> None:
         """Replace :attr:`outlook` by how the children and the head are now."""
         whole = [is_whole for _, is_whole in self._children]
-        self.outlook = Outlook(2 * sum(whole) <= len(whole) if whole else None, len(self._best()))
+        self.outlook = Outlook(2 * sum(whole) <= len(whole) if whole else None, bool(self._joined(self._best())))
 
     def variant(self, rng: random.Random) -> Texts:
         """Compose a candidate that tests changes: the head with and without some of those of unknown effect."""
@@ -290,6 +294,7 @@ class Credit:
             edits: component -> edits of the parent that make the child.
             split, scores: what the child had on its screen.
         """
+        self.mark_grown(child, self.grown_in(parent))
         composition = self._compositions.get(hash_of(parent))
         if composition is None:
             if hash_of(parent) not in self._before:
@@ -297,13 +302,14 @@ class Credit:
             self._weave.take_late(parent, edits)
         else:
             composition = self._weave.take(composition, edits)
+        self._steps += [step] * (len(self._changes) - len(self._steps))
+        if composition is not None:
             composed = self._weave.compose(composition)
             # A change that another child has made already stands where that one put it: lines may be in another order.
             if all(sorted(composed[name].split()) == sorted(text.split()) for name, text in child.items()):
-                self._compositions.setdefault(hash_of(child), composition)
+                self._record_composition(child, composition)
                 for example, score in scores.items():
                     self._evidence.add((self._era, split, example), composition, score)
-        self._steps += [step] * (len(self._changes) - len(self._steps))
         self._publish()
         return True
 
@@ -315,18 +321,43 @@ class Credit:
         gain = sum(mean[number] for number in chosen - last) - sum(mean[number] for number in last - chosen)
         return Head(self._compose(chosen), chosen, gain)
 
-    def grown(self, texts: Texts, least: int) -> dict[str, list[tuple[str, float, float]]]:
-        """Find the components in which a composed candidate has at least ``least`` changes.
+    def effects_in_grown(self, texts: Texts, least: int) -> dict[str, list[tuple[str, float, float]]]:
+        """Find the components of a candidate that have grown and have at least ``least`` changes.
 
         Returns:
             Component -> for each of its changes the part that it puts in, its estimated effect, and the standard error.
         """
-        grown: dict[str, list[tuple[str, float, float]]] = {}
+        effects: dict[str, list[tuple[str, float, float]]] = {name: [] for name in self.grown_in(texts)}
         mean, error = self._means(), self._errors()
         for number in sorted(self.changes_in(texts)):
             change = self._changes[number]
-            grown.setdefault(change.component, []).append((change.part, mean[number], error[number]))
-        return {name: rows for name, rows in grown.items() if len(rows) >= least}
+            if change.component in effects:
+                effects[change.component].append((change.part, mean[number], error[number]))
+        return {name: rows for name, rows in effects.items() if len(rows) >= least}
+
+    def grown_in(self, texts: Texts) -> list[str]:
+        """Name the components whose text has grown: it joins what several children added who may not have seen each
+        other's, or was made of such a text by edits."""
+        return [name for name, text in texts.items() if hash_of({name: text}) in self._grown]
+
+    def mark_grown(self, texts: Texts, names: Iterable[str]) -> None:
+        """Take note that these components of a candidate have grown."""
+        self._grown.update(hash_of({name: texts[name]}) for name in names)
+
+    def _joined(self, chosen: Iterable[int]) -> list[str]:
+        """Name the components in which several children have changes, or one in a text that has grown."""
+        steps: dict[str, set[int]] = {name: {-1} for name in self.grown_in(self._weave.base)}
+        for number in chosen:
+            steps.setdefault(self._changes[number].component, set()).add(self._steps[number])
+        return [name for name, made in steps.items() if len(made) > 1]
+
+    def mark_written_anew(self, texts: Texts) -> None:
+        """Take note that the reflection LM is asked to write these texts anew."""
+        self._written_anew.add(hash_of(texts))
+
+    def is_written_anew(self, texts: Texts) -> bool:
+        """Whether the reflection LM was asked to write these texts anew, whatever came of it."""
+        return hash_of(texts) in self._written_anew
 
     def mark_validating(self, step: int, head: Head) -> None:
         """Compare later heads with this one, which a step begins to validate."""
@@ -367,6 +398,8 @@ class Credit:
             "steps": self._steps,
             "children": list(self._children),
             "compositions": {name: sorted(changes) for name, changes in self._compositions.items()},
+            "grown": sorted(self._grown),
+            "written_anew": sorted(self._written_anew),
             "tried": [[step, sorted(changes)] for step, changes in self._tried.items()],
             "effects": [[record.effect, record.error] for record in self._present()],
             "former": [asdict(record) for record in self._former],
@@ -383,6 +416,8 @@ class Credit:
         self.parent = kept["parent"]
         self._children.extend((step, is_whole) for step, is_whole in kept["children"])
         self._former = [ChangeRecord(**record) for record in kept["former"]]
+        self._grown.update(kept["grown"])
+        self._written_anew.update(kept["written_anew"])
         self._tried = {step: frozenset(changes) for step, changes in kept["tried"]}
         self._compositions.update({name: frozenset(changes) for name, changes in kept["compositions"].items()})
         for rollout in rollouts:
@@ -411,8 +446,13 @@ class Credit:
 
     def _compose(self, chosen: frozenset[int]) -> Texts:
         candidate = self._weave.compose(chosen)
-        self._compositions.setdefault(hash_of(candidate), chosen)
+        self._record_composition(candidate, chosen)
         return candidate
+
+    def _record_composition(self, candidate: Texts, chosen: frozenset[int]) -> None:
+        """Take note of the changes of which a candidate is composed."""
+        self._compositions.setdefault(hash_of(candidate), chosen)
+        self.mark_grown(candidate, self._joined(chosen))
 
     def _best(self) -> list[int]:
         """The changes that are expected to help, the best first."""

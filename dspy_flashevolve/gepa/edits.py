@@ -6,28 +6,33 @@ stays as it is, word for word.
 
 from __future__ import annotations
 
-import json
-import logging
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dspy
-from dspy.clients.errors import LMError
-from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
+from dspy.teleprompt.gepa.instruction_proposal import (
+    InstructionProposer,
+    _render_skill,  # pyright: ignore[reportPrivateUsage]
+)
+from dspy.utils.exceptions import AdapterParseError
 from pydantic import ValidationError
 
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.changes import Edit, EditedText
 from dspy_flashevolve.gepa.parts import is_json, parts_of
 from dspy_flashevolve.modules.integrate import past_cache
+from dspy_flashevolve.modules.reading import asked, result_of, text_in
+from dspy_flashevolve.programs.replies import CutOffReplyError, recording_cut_off_replies
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
-MOST_MISSES = 100
-"""Brackets at which no JSON begins, after which no further one of a reply is tried: each try may read all of it."""
 MOST_UNREADABLE = 3
 """Replies in a row that held no edit while the same LM wrote a whole text, after which whole texts are asked for at
 once. A model that cannot write edits would pay for two requests a reflection to the end of the run."""
+
+MOST_EDITS = 100
+"""Edits of one reply that are read. It is asked for twelve at most, and their time grows with their square."""
 
 TASK = """\
 An assistant performs a task with the instruction below, whose parts are numbered. You are given inputs of the task, the
@@ -46,16 +51,10 @@ the other. A new part says one thing, is understood without its neighbours (it n
 their form: an item in a list, a heading where a section begins, else a sentence. Write no part numbers in a text."""
 
 
-Proposing = Generator[tuple[dspy.Predict, dict[str, Any]], Any, str]
-"""Yields a predictor with its inputs, is sent the reply (or the error that it raised), and returns a text."""
+class TextProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
+    """dspy's own instruction proposer, awaitable, which takes no text from a reply that was cut off.
 
-
-class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
-    """Asks the reflection LM for edits; an instruction proposer for gepa and dspy.GEPA, with an awaitable ``acall``.
-
-    What dspy's ``InstructionProposer`` can be told (skills, further instructions, a limit on characters, ...) holds
-    here, too. A reply that holds no edit is asked for once more: as edits from an LM that has written some, else as a
-    whole text.
+    What ``InstructionProposer`` can be told (skills, further instructions, a limit on characters, ...) holds here, too.
 
     Args:
         settings: an `InstructionProposer`, whose settings are taken over.
@@ -63,12 +62,6 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
 
     def __init__(self, settings: Any) -> None:
         self.__dict__.update(vars(settings))
-        self._unreadable, self._writes_edits = 0, False
-        signature = self.propose.signature.delete("new_instruction")
-        description = "The instruction; each part begins with its number in brackets, which is no part of it."
-        signature = signature.with_updated_fields("current_instruction", desc=description)
-        signature = signature.append("edits", dspy.OutputField(desc="The edits."), list[Edit])
-        self.propose_edits = dspy.Predict(signature.with_instructions(f"{self.base_instructions or TASK}\n\n{FORM}"))
 
     def __call__(
         self,
@@ -79,22 +72,11 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         """The new instruction of each component; one that is in neither argument is left out.
 
         Raises:
-            ValueError: a reply held neither edits nor a text.
+            CutOffReplyError: a text ends where the LM's tokens were used up.
+            AdapterParseError: no reply held a text.
+            ValidationError: a text is empty, or too long.
         """
-        texts: dict[str, str] = {}
-        with dspy.context(adapter=self.adapter):
-            for name in self._known(candidate, reflective_dataset, components_to_update):
-                proposing = self._proposing(candidate[name], reflective_dataset[name])
-                request, text = _advanced(proposing)
-                while request is not None:
-                    predictor, inputs = request
-                    try:
-                        outcome = predictor(**inputs)
-                    except Exception as error:
-                        outcome = error
-                    request, text = _advanced(proposing, outcome)
-                texts[name] = text
-        return texts
+        return result_of(self._texts(candidate, reflective_dataset, components_to_update, is_sync=True))
 
     async def acall(
         self,
@@ -103,72 +85,51 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         components_to_update: list[str],
     ) -> dict[str, str]:
         """As a call, awaitable."""
+        return await self._texts(candidate, reflective_dataset, components_to_update, is_sync=False)
+
+    async def _texts(self, candidate: Any, dataset: Any, names: Sequence[str], is_sync: bool) -> dict[str, str]:
         texts: dict[str, str] = {}
-        with dspy.context(adapter=self.adapter):
-            for name in self._known(candidate, reflective_dataset, components_to_update):
-                proposing = self._proposing(candidate[name], reflective_dataset[name])
-                request, text = _advanced(proposing)
-                while request is not None:
-                    predictor, inputs = request
-                    try:
-                        outcome = await predictor.acall(**inputs)
-                    except Exception as error:
-                        outcome = error
-                    request, text = _advanced(proposing, outcome)
-                texts[name] = text
+        for name in names:
+            if name in candidate and name in dataset:
+                inputs = self._settings() | {"examples_with_feedback": self._prepare_examples(dataset[name])}
+                text = await self._proposed(candidate[name], inputs, is_sync)
+                texts[name] = await self._shortened(text, is_sync)
         return texts
 
-    @staticmethod
-    def _known(candidate: Mapping[str, str], dataset: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-        return [name for name in names if name in candidate and name in dataset]
+    async def _reply(self, predictor: dspy.Predict, inputs: Mapping[str, Any], is_sync: bool) -> Any:
+        """Ask a predictor.
 
-    def _proposing(self, instruction: str, examples: Sequence[Mapping[str, Any]]) -> Proposing:
-        """The requests for one component, each with the reply or the error that is sent back; returns the new text."""
-        inputs = self._settings() | {"examples_with_feedback": self._prepare_examples(examples)}
-        if self._unreadable < MOST_UNREADABLE and not is_json(instruction):
-            text = yield from self._improving(instruction, inputs)
-            if not text and self._writes_edits:
-                text = yield from self._improving(instruction, inputs, is_last=True)
-            if text:
-                self._unreadable = 0
-                self._writes_edits |= isinstance(text, EditedText)
-                return (yield from self._shortening(text))
-        reply = yield self.propose, {**inputs, "current_instruction": instruction}
-        self._unreadable += 1  # an LM that refuses both writes whole texts no better than edits
-        return (yield from self._shortening(reply.new_instruction))
+        Raises:
+            CutOffReplyError: the reply was cut off at its longest length, unless whole edits stand in it.
+        """
+        with recording_cut_off_replies() as cut_off:
+            try:
+                reply = await asked(predictor, inputs, is_sync, self.adapter)
+            except AdapterParseError:
+                if cut_off:  # which is what to tell, and a matter of the LM's settings
+                    raise CutOffReplyError(cut_off[0]) from None
+                raise
+        if cut_off and not getattr(reply, "edits", None):
+            raise CutOffReplyError(cut_off[0])
+        return reply
 
     def _settings(self) -> dict[str, Any]:
         """The inputs that all requests share. They stand first, so that a provider can cache that part."""
         settings: dict[str, Any] = {}
         if self.skills:
-            settings["reference_skills"] = "\n\n".join(map(render_skill, self.skills))
+            settings["reference_skills"] = "\n\n".join(map(_render_skill, self.skills))
         if self.additional_instructions:
             settings["additional_instructions"] = self.additional_instructions
         if self.compress is not None:
             settings["length_limit"] = self._length_limit_text()
         return settings
 
-    def _improving(self, instruction: str, inputs: Mapping[str, Any], is_last: bool = False) -> Proposing:
-        """The instruction with the edits of a reply, or the whole text that came in their place; empty for neither, or
-        the error where no further request follows."""
-        inputs = {**inputs, "current_instruction": numbered(instruction), **past_cache(int(is_last))}
-        try:
-            reply = yield self.propose_edits, inputs
-            return EditedText.of(instruction, reply.edits or [])
-        except LMError:
-            raise
-        except Exception as error:
-            written = str(getattr(error, "lm_response", None) or "")
-            edits = edits_in(written)
-            if edits:
-                return EditedText.of(instruction, edits)
-            logger.info("A reflection's reply held no edits: %.200s", error)
-            text = unnumbered(whole_text_in(written), instruction)
-            if is_last and not text:
-                raise
-            return text
+    async def _proposed(self, instruction: str, inputs: Mapping[str, Any], is_sync: bool) -> str:
+        """The new text of a component."""
+        reply = await self._reply(self.propose, {**inputs, "current_instruction": instruction}, is_sync)
+        return reply.new_instruction
 
-    def _shortening(self, text: str) -> Proposing:
+    async def _shortened(self, text: str, is_sync: bool) -> str:
         """The text, within the proposer's limit; shortened by one request where it is too long.
 
         Raises:
@@ -180,18 +141,56 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         except ValidationError:
             if self.compress is None or not text.strip():
                 raise
-        shortened = yield self.compress, {"instruction": text, "length_limit": self._length_limit_text()}
-        return self._instruction_validator.validate_python(shortened.shortened_instruction)
+        inputs = {"instruction": text, "length_limit": self._length_limit_text()}
+        reply = await self._reply(self.compress, inputs, is_sync)
+        return self._instruction_validator.validate_python(reply.shortened_instruction)
 
 
-def _advanced(proposing: Proposing, outcome: Any = None) -> tuple[tuple[dspy.Predict, dict[str, Any]] | None, str]:
-    """Send a reply, or the error in its place; the next request, or None and the text that is returned."""
-    try:
-        if isinstance(outcome, Exception):
-            return proposing.throw(outcome), ""
-        return proposing.send(outcome), ""
-    except StopIteration as end:
-        return None, end.value
+class EditProposer(TextProposer):
+    """Asks the reflection LM for edits; an instruction proposer for gepa and dspy.GEPA, with an awaitable ``acall``.
+
+    Of a reply that was cut off those edits count that it closes. A reply that holds none is asked for once more: as
+    edits from an LM that has written some, else as a whole text.
+
+    Args:
+        settings: an `InstructionProposer`, whose settings are taken over.
+    """
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self._unreadable, self._writes_edits = 0, False
+        signature = self.propose.signature.delete("new_instruction")
+        description = "The instruction; each part begins with its number in brackets, which is no part of it."
+        signature = signature.with_updated_fields("current_instruction", desc=description)
+        signature = signature.append("edits", dspy.OutputField(desc="The edits."), list[Edit])
+        self.propose_edits = dspy.Predict(signature.with_instructions(f"{self.base_instructions or TASK}\n\n{FORM}"))
+
+    async def _proposed(self, instruction: str, inputs: Mapping[str, Any], is_sync: bool) -> str:
+        if self._unreadable < MOST_UNREADABLE and not is_json(instruction):
+            text = await self._improved(instruction, inputs, is_sync)
+            if not text and self._writes_edits:
+                text = await self._improved(instruction, inputs, is_sync, is_last=True)
+            if text:
+                self._unreadable = 0
+                self._writes_edits |= isinstance(text, EditedText)
+                return text
+        text = await super()._proposed(instruction, inputs, is_sync)
+        self._unreadable += 1  # an LM that refuses both writes whole texts no better than edits
+        return text
+
+    async def _improved(self, instruction: str, inputs: Mapping[str, Any], is_sync: bool, is_last: bool = False) -> str:
+        """The instruction with the edits of a reply, or the whole text that came in their place; empty for neither, or
+        the error where no further request follows."""
+        inputs = {**inputs, "current_instruction": numbered(instruction), **past_cache(int(is_last))}
+        try:
+            reply = await self._reply(self.propose_edits, inputs, is_sync)
+        except (AdapterParseError, ValueError) as error:
+            logger.info("A reflection's reply held no edits: %.200s", error)
+            text = unnumbered(text_in(getattr(error, "lm_response", ""), "new_instruction") or "", instruction)
+            if is_last and not text:
+                raise
+            return text
+        return EditedText.of(instruction, (reply.edits or ())[:MOST_EDITS])
 
 
 def numbered(instruction: str) -> str:
@@ -214,67 +213,3 @@ def unnumbered(text: str, instruction: str) -> str:
 
 
 _LINE_NUMBER = re.compile(r"^[ \t]*\[\d{1,4}\] ?", re.MULTILINE)
-
-
-def edits_in(reply: str) -> list[Edit]:
-    """The edits in a reply that is not in the form that was asked for: tags, or JSON with words around it.
-
-    >>> edits_in('Here you are: <replace part="2">- Be brief.</replace>')
-    [Edit(action='replace', part=2, text='- Be brief.', reason='')]
-    """
-    edits = [
-        Edit(action=action, part=int(number), text=text)  # pyright: ignore[reportArgumentType]
-        for action, number, text in _TAG.findall(reply)
-    ]
-    return edits or [edit for value in _json_values(reply) for edit in _edits_of(value)]
-
-
-_TAG = re.compile(r'<(add|replace|remove)\s+(?:after|part)="?(\d{1,4})"?\s*(?:/>|>(.*?)</\1>)', re.DOTALL)
-
-
-def _json_values(reply: str) -> list[Any]:
-    """The outermost JSON objects and lists in a text."""
-    decoder, values, at, misses = json.JSONDecoder(strict=False), list[Any](), 0, 0
-    while (
-        misses < MOST_MISSES
-        and (start := min((place for mark in "{[" if (place := reply.find(mark, at)) >= 0), default=-1)) >= 0
-    ):
-        try:
-            value, at = decoder.raw_decode(reply, start)
-            values.append(value)
-        except (ValueError, RecursionError):
-            at, misses = start + 1, misses + 1
-    return values
-
-
-def _edits_of(value: Any) -> list[Edit]:
-    """The edits in a JSON value: a list of them, or an object that is one or holds such a list."""
-    if isinstance(value, list):
-        return [edit for item in value for edit in _edits_of(item)]
-    if not isinstance(value, dict):
-        return []
-    try:
-        return [Edit.model_validate(value)]
-    except ValidationError:
-        return [edit for item in value.values() if isinstance(item, list) for edit in _edits_of(item)]
-
-
-_SECTION = re.compile(r"\[\[ ## new_instruction ## \]\]\s*(.*?)\s*(?=\[\[ ## |\Z)", re.DOTALL)
-
-
-def whole_text_in(reply: str) -> str:
-    """The new instruction in a reply that gives one where edits were asked for; empty where there is none.
-
-    >>> whole_text_in('{"new_instruction": "Be brief."}')
-    'Be brief.'
-    """
-    values = [value.get("new_instruction") for value in _json_values(reply) if isinstance(value, dict)]
-    texts = [*(value for value in values if isinstance(value, str)), *_SECTION.findall(reply)]
-    return texts[-1].strip() if texts else ""
-
-
-def render_skill(skill: Any) -> str:
-    """Reference material as dspy's own proposer shows it."""
-    from dspy.teleprompt.gepa.instruction_proposal import _render_skill  # pyright: ignore[reportPrivateUsage]
-
-    return _render_skill(skill)

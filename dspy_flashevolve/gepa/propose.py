@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Child, Parent
 from dspy_flashevolve.observe.statistics import PERFECT_MINIBATCH
 from dspy_flashevolve.programs.program import ProgramRunner
-from dspy_flashevolve.programs.reflection import NothingToReadError, Reflection
+from dspy_flashevolve.programs.reflection import NothingToReadError, OversizedReflectionError, Reflection
 from dspy_flashevolve.programs.run import DspyRun
 
 NOTHING = {
@@ -98,9 +98,13 @@ class Proposing:
         pool: gepa's state, for callbacks and the component selector.
         program: has dspy's adapter, which reflects.
         calls: counts the reflections.
+        check: raises StepEnded where none is of use any more.
     """
 
-    def __init__(self, run: DspyRun, pool: Pool, program: ProgramRunner, calls: ReflectionCalls) -> None:
+    def __init__(
+        self, run: DspyRun, pool: Pool, program: ProgramRunner, calls: ReflectionCalls, check: Callable[[], None]
+    ) -> None:
+        self._check = check
         self._run, self._pool, self._program, self._calls = run, pool, program, calls
         self.proposals = 0
         """Children that the reflection LM wrote."""
@@ -187,12 +191,15 @@ class Proposing:
             return task
         parent_texts, record, reason = task.parent.task.parent_candidate, _ProposalRecord(task), ""
         for attempt in range(ATTEMPTS):
+            self._check()
             self._calls.record_reflections(not task.is_paid)
             try:
                 reflection = await self._run.rollouts.request(
                     "propose",
                     step,
-                    lambda: self._program.reflection.propose(parent_texts, task.dataset, task.components),
+                    lambda: self._program.reflection.propose(
+                        parent_texts, task.dataset, task.components, shrinks=not self._run.lockstep
+                    ),
                     lambda reflection: RequestCost(reflection.tokens, reflection.cost_dollars),
                     record,
                 )
@@ -203,6 +210,8 @@ class Proposing:
                     raise
                 _log(f"Reflection failed (attempt {attempt + 1} of {ATTEMPTS}): {shortened(error)}", error)
                 reason = f"reflection failed: {shortened(error)}"
+                if isinstance(error, OversizedReflectionError):
+                    break  # the same request would be refused again
                 continue
             if not reflection.texts:
                 return End(EndKind.REJECTED, "reflection returned no text")
@@ -265,6 +274,6 @@ def shortened(error: Exception) -> str:
 
 def _log(message: str, error: Exception) -> None:
     gepa_logger.info(message)
-    # A reply that cannot be read, or a minibatch without any, is no fault of a line of code.
-    if not isinstance(error, AdapterParseError | NothingToReadError):
+    # A reply that cannot be read, or a minibatch that cannot, is no fault of a line of code.
+    if not isinstance(error, AdapterParseError | NothingToReadError | OversizedReflectionError):
         gepa_logger.info(traceback.format_exc())

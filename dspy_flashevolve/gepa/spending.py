@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from dspy_flashevolve.engine.steps import LiveSteps, Load, Reservation
 from dspy_flashevolve.gepa.evaluate import COMPARED, released_at
-from dspy_flashevolve.gepa.heads import Heads
+from dspy_flashevolve.gepa.heads import Heads, Phase
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.gepa.settings import Workflow
@@ -42,7 +42,6 @@ class Spending:
         set_aside: pays the last head's validation; nothing else may spend it.
         minibatch: training examples of a task.
         most_examples: at most, as long as children are not edits; None for all.
-        ends_with_perfect: a candidate that cannot be beaten ends the run.
     """
 
     def __init__(
@@ -54,13 +53,9 @@ class Spending:
         set_aside: Reservation,
         minibatch: int,
         most_examples: Callable[[], int | None],
-        ends_with_perfect: bool,
     ) -> None:
         self._run, self._pool, self._heads, self._calls = run, pool, heads, calls
         self._set_aside, self._minibatch, self._most_examples = set_aside, minibatch, most_examples
-        self._ends_with_perfect = ends_with_perfect
-        self.is_perfect = False
-        """There is a candidate with the perfect score on every validation example."""
         run.used_shares.append(lambda: calls.used_share)
 
     # Questions.
@@ -80,8 +75,9 @@ class Spending:
 
     def may_open(self) -> str | None:
         """Why no further step may start; None while one may, or the last head is to be validated."""
-        if self.is_perfect:
-            return f"{PERFECT}: nothing can be better"
+        if self._heads.phase is Phase.PERFECT:
+            is_due = self._heads.pending is not None and not self._heads.obstacle
+            return None if self._run.is_busy or is_due else f"{PERFECT}: nothing can be better"
         reason = self._spent_up()
         waits = self._heads.has_changes and (self._run.live or self._heads.awaits_last)
         return None if reason is None or waits else reason
@@ -126,13 +122,22 @@ class Spending:
 
     def reserve(self) -> Reservation | None:
         """Set a step's calls aside, and beside them a validation for the last head where changes come together."""
-        if self._spent_up() is None:
-            pays = self._reserve_search()
+        if self._heads.phase is not Phase.PERFECT:
+            pays = self._reserve_search() if self._spent_up() is None else None
             if pays is not None:
                 self._heads.resume_search()
             if pays is not None or self._run.live:
                 return pays
-        return self._run.budget.reserve(0) if self._heads.begin_last() else None
+            if self._heads.begin_last():
+                return self._run.budget.reserve(0)
+        return self._reserve_rewriting() if self._heads.only_rewrites else None
+
+    def _reserve_rewriting(self) -> Reservation | None:
+        """Set the validation of the best text, written anew, aside, where that is due; other steps have ended then."""
+        if self._run.is_busy or self._heads.pending is None:
+            return None
+        self._set_aside.refund()
+        return None if self._heads.obstacle else self._run.budget.reserve(len(self._pool.loader))
 
     def _reserve_search(self) -> Reservation | None:
         """Set aside what a step that searches costs at most."""
@@ -146,8 +151,11 @@ class Spending:
         return pays
 
     async def release(self) -> None:
-        """Hand back what is kept for the last head where children stand for themselves, and no head is to come."""
-        if self._heads.joins is False and self._set_aside.open:
+        """Hand back what is kept for the last head where children stand for themselves, and no head is to come; and
+        where no text can be better, since nothing else is paid then."""
+        if self._heads.phase is Phase.PERFECT:
+            self._set_aside.refund()
+        elif self._heads.joins is False and self._set_aside.open:
             await self._heads.refresh()
             if self._heads.pending is None:
                 self._set_aside.refund()
@@ -155,14 +163,6 @@ class Spending:
     def widen(self, minibatch: int) -> None:
         """Expect tasks of so many training examples: a sampler of the user's may draw more than it was asked for."""
         self._minibatch = max(self._minibatch, minibatch)
-
-    def record_best(self, highest: float) -> None:
-        """Find out whether the best candidate can still be beaten. Runs in the pool's writer.
-
-        Args:
-            highest: the best score that an example can have.
-        """
-        self.is_perfect = self._ends_with_perfect and self._pool.is_perfect(highest)
 
 
 class SearchWidth:

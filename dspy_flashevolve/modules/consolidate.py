@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import dspy
 
-from dspy_flashevolve.modules.integrate import without_fence
+from dspy_flashevolve.modules.reading import asked, result_of
 
 
 class ConsolidateInstruction(dspy.Signature):
@@ -57,15 +58,18 @@ class Consolidation(dspy.Module):
         Returns:
             ``texts``: component -> new text; without those whose reply was empty.
         """
-        return _prediction(
-            {name: self.consolidate(**inputs(text, effects.get(name, ()))) for name, text in texts.items()}
-        )
+        return result_of(self._consolidated(texts, effects, is_sync=True))
 
     async def aforward(self, texts: Mapping[str, str], effects: Mapping[str, Effects]) -> dspy.Prediction:
         """As :meth:`forward`, awaitable."""
-        return _prediction(
-            {name: await self.consolidate.acall(**inputs(text, effects.get(name, ()))) for name, text in texts.items()}
-        )
+        return await self._consolidated(texts, effects, is_sync=False)
+
+    async def _consolidated(self, texts: Any, effects: Any, is_sync: bool) -> dspy.Prediction:
+        clean: dict[str, str] = {}
+        for name, text in texts.items():
+            if written := (await asked(self.consolidate, inputs(text, effects.get(name, ())), is_sync)).consolidated:
+                clean[name] = written
+        return dspy.Prediction(texts=clean)
 
 
 def inputs(text: str, effects: Effects) -> dict[str, str]:
@@ -78,8 +82,3 @@ def inputs(text: str, effects: Effects) -> dict[str, str]:
     rows = sorted((row for row in effects if abs(row[1]) > row[2]), key=lambda row: -row[1])
     evidence = "\n".join(f"{effect:+.3f} ({error:.3f}): {part.strip()}" for part, effect, error in rows)
     return {"evidence": evidence or "None.", "instruction": text, "limit": f"At most {len(text)} characters."}
-
-
-def _prediction(replies: Mapping[str, dspy.Prediction]) -> dspy.Prediction:
-    texts = {name: str(reply.consolidated or "").strip() for name, reply in replies.items()}
-    return dspy.Prediction(texts={name: without_fence(text) for name, text in texts.items() if text})

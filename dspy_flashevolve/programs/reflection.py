@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import dspy
@@ -26,7 +27,8 @@ from gepa.core.adapter import EvaluationBatch
 from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import FlashEvolveError, hook_that_raised
 from dspy_flashevolve.engine.loop import LoopPortal, Threads
-from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
+from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.programs.faults import is_out_of_context, raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.feedback import (
     Question,
     name_faults,
@@ -38,15 +40,19 @@ from dspy_flashevolve.programs.feedback import (
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.mistakes import Kind, Mistakes
 from dspy_flashevolve.programs.placement import answers_asynchronously, has_own_aforward
-from dspy_flashevolve.programs.replies import CutOffReplyError, recording_cut_off_replies
+from dspy_flashevolve.programs.replies import CutOffReplyError
 from dspy_flashevolve.programs.usage import cost_of, counting_for_run, counting_usage, tokens_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 T = TypeVar("T")
 ReflectiveDataset = Mapping[str, Sequence[Mapping[str, Any]]]
 Ask = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 """Makes a request, in a slot, as often as it needs."""
+
+ROOM = 0.75
+"""Share of the characters that did not fit the reflection LM's context which the next reflection begins with. Each
+refusal lowers it by a quarter, so that it comes to rest below what fits after a few. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,16 @@ class ProposalTypeError(TypeError):
     """A proposer returned something else than a dict from component to text."""
 
 
+class OversizedReflectionError(ValueError):
+    """A reflection that reads a single example does not fit the context of its LM."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a single example, with outputs and feedback, does not fit the context window of the reflection LM. Give "
+            "reflection_lm a larger context, or less max_tokens, or let outputs and feedback be shorter."
+        )
+
+
 class ReflectionRunner:
     """Reflects on the rollouts of one student program.
 
@@ -117,6 +133,8 @@ class ReflectionRunner:
         self._judges_anew = False
         """Whether the metric has given another score, and so another judgement, when it was asked for feedback."""
         self._warns_on_mismatch = adapter.warn_on_score_mismatch
+        self._refused_characters = math.inf
+        """Characters of the examples of one component that did not fit the reflection LM's context; the fewest."""
 
     async def readable(self, candidate: Mapping[str, str], evaluation: EvaluationBatch[Any, Any]) -> set[str]:
         """Find the components of which a reflection can read something in rollouts: the predictors that were called
@@ -268,10 +286,16 @@ class ReflectionRunner:
             )  # fmt: skip
         return with_score if self._judges_anew else text_of(answer)
 
-    async def propose(self, candidate: dict[str, str], dataset: ReflectiveDataset, components: list[str]) -> Reflection:
+    async def propose(
+        self, candidate: dict[str, str], dataset: ReflectiveDataset, components: list[str], *, shrinks: bool = True
+    ) -> Reflection:
         """Ask the reflection LM, or the user's proposer, for new texts; a proposer with an async ``acall`` is awaited.
 
+        Args:
+            shrinks: ask again with half of the examples where they do not fit the LM's context, down to one.
+
         Raises:
+            OversizedReflectionError: one example does not fit.
             TransientError: the provider asks to come back later.
             RunAbortedError: the provider refuses for good.
             Exception: what the proposer raised, or that what it returned is no text; see :class:`Mistakes`.
@@ -280,23 +304,48 @@ class ReflectionRunner:
         acall = self._awaitable_proposer(components)
 
         async def call() -> dict[str, str]:
-            if acall is None:
-                propose: Any = self._asker.propose_new_texts
-                texts = await self._threads.run(propose, candidate, dict(dataset), components)
-            else:
-                with dspy.context(lm=self._adapter.reflection_lm or dspy.settings.lm):
-                    answer = await acall(
-                        candidate=candidate, reflective_dataset=dict(dataset), components_to_update=components
-                    )
-                texts = checked_proposal(answer, "instruction_proposer", self._adapter.custom_instruction_proposer)
-            if cut_off and type(self._adapter.custom_instruction_proposer).__module__.startswith("dspy_flashevolve."):
-                raise CutOffReplyError(cut_off[0])
-            return checked_texts(texts)
+            examples, limit = dataset, ROOM * self._refused_characters
+            if limit < math.inf:
+                examples = {name: _shortest(rows, limit=limit) for name, rows in dataset.items()}
+            while True:
+                try:
+                    if acall is None:
+                        propose: Any = self._asker.propose_new_texts
+                        return checked_texts(await self._threads.run(propose, candidate, dict(examples), components))
+                    with dspy.context(lm=self._adapter.reflection_lm or dspy.settings.lm):
+                        answer = await acall(
+                            candidate=candidate, reflective_dataset=dict(examples), components_to_update=components
+                        )
+                    proposer = self._adapter.custom_instruction_proposer
+                    return checked_texts(checked_proposal(answer, "instruction_proposer", proposer))
+                except Exception as error:
+                    if not shrinks or not is_out_of_context(error):
+                        raise
+                    examples = self._half_of(examples, error)
 
-        with counting_usage() as usage, recording_cut_off_replies() as cut_off:
+        with counting_usage() as usage:
             texts = await self._guarded(call, Kind.REFLECTIONS)
         self._mistakes.record_useful_reflection()
         return Reflection(texts, tokens_of(usage), cost_of(usage))
+
+    def _half_of(self, examples: ReflectiveDataset, error: Exception) -> ReflectiveDataset:
+        """Return half of the examples, which did not fit the reflection LM's context.
+
+        Raises:
+            OversizedReflectionError: there is but one.
+        """
+        count, is_first = max(map(len, examples.values()), default=0), self._refused_characters == math.inf
+        characters = max((sum(map(_characters_of, rows)) for rows in examples.values()), default=0)
+        self._refused_characters = min(self._refused_characters, characters)
+        if count < 2:
+            raise OversizedReflectionError from error
+        if is_first:
+            logger.warning(
+                "A reflection on %d examples does not fit the context window of the reflection LM: it is asked for "
+                "again with half of them, and later ones begin with fewer characters. Set reflection_minibatch_size "
+                "below %d, or give reflection_lm a larger context. It said: %.300s", count, count, error,
+            )  # fmt: skip
+        return {name: _shortest(rows, len(rows) // 2) for name, rows in examples.items()}
 
     def _checking(self, hook: str, proposer: Any) -> Callable[..., Any]:
         """Make a proposer, for calls in threads, of which a coroutine that it returns runs on the run's loop, and whose
@@ -358,6 +407,22 @@ class ReflectionRunner:
             "metric": adapter.metric_fn,
         }
         return hook_that_raised(error, hooks)
+
+
+def _characters_of(record: Mapping[str, Any]) -> int:
+    return len(str(record))
+
+
+def _shortest(
+    records: Sequence[Mapping[str, Any]], most: int | None = None, limit: float = math.inf
+) -> list[Mapping[str, Any]]:
+    """At most so many records, the shortest ones in their order, with so many characters together; at least one.
+
+    An example that never fits keeps no other out.
+    """
+    shortest = sorted(range(len(records)), key=lambda index: _characters_of(records[index]))
+    fitting = sum(total <= limit for total in accumulate(_characters_of(records[index]) for index in shortest))
+    return [records[index] for index in sorted(shortest[: max(1, fitting)][: None if most is None else max(1, most)])]
 
 
 def _unless_ours(proposer: Any) -> Any:

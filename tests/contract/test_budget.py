@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.models import reply_model_named
 from dspy_flashevolve import AsyncGEPA, RunAbortedError, Workflow
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.reply_model import reply_model_named
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import (
     POLICIES,

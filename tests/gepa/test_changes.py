@@ -214,6 +214,23 @@ def test_an_equal_line_under_two_headings_is_two_changes_and_under_one_it_is_one
     assert weave.compose({0, 1})["answer"] == expected
 
 
+def test_of_equal_sentences_of_two_children_one_is_in_a_text_and_taken_out_it_comes_back_from_neither() -> None:
+    weave, line = Weave(of(SECTIONS)), "- Never use an abbreviation here."
+    for part in (4, 11):
+        weave.take(frozenset(), {"answer": [edit("add", part, line)]})
+    both = weave.compose({0, 1})["answer"]
+    assert both.count(line) == 1
+    without = weave.take(frozenset({0, 1}), {"answer": [edit("remove", texts_of(both).index(line) + 1)]})
+    assert weave.compose(without)["answer"] == SECTIONS
+
+
+def test_a_sentence_that_is_moved_is_neither_lost_nor_doubled() -> None:
+    text = "Answer.\n- Never use an abbreviation here.\n- Be kind."
+    edits = [edit("remove", 2), edit("add", 3, "- Never use an abbreviation here.")]
+    assert EditedText.of(text, edits) == EditedText.of(text, edits[::-1])
+    assert EditedText.of(text, edits) == "Answer.\n- Be kind.\n- Never use an abbreviation here."
+
+
 def test_numbered_lists_of_several_children_are_numbered_from_one_to_the_last() -> None:
     parent = "Do:\n1. Read.\n2. Think.\n3. Answer.\n\nThen:\n1. Check."
     children = [edit("add", 2, "2. Note the dates.")], [edit("add", 4, "4. Cite your sources.")], [edit("remove", 2)]
