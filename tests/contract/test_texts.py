@@ -13,7 +13,7 @@ import dspy
 import pytest
 from dspy.teleprompt.gepa import InstructionProposer
 
-from dspy_flashevolve import Reflective
+from dspy_flashevolve import EditedText, Reflective
 from tests.contract.surface import text_of
 from tests.contract.worlds import Rules, World, chance, play
 from tests.fakes import fake_lm, hashed
@@ -75,8 +75,16 @@ class Written(World):
         self.reflections += 1
         draw = hashed("e", self.seed, self.reflections)
         await self.busy(self.reflection_seconds)
-        edits = {name: self.edits(candidate[name]) for name in components_to_update}
-        return {name: texts[draw % len(texts)] if texts else candidate[name] for name, texts in edits.items()}
+        made = {name: self.edits(candidate[name]) for name in components_to_update}
+        return {name: as_edit(candidate[name], texts[draw % len(texts)]) for name, texts in made.items() if texts}
+
+
+def as_edit(text: str, other: str) -> str:
+    """Another text with the one line that it has more, or in another's place, as an edit; each line is a part."""
+    lines, others = ([line for line in one.splitlines() if line] for one in (text, other))
+    at = next(at for at, line in enumerate(others) if [*lines, ""][at] != line)
+    action, part = ("add", at) if len(others) > len(lines) else ("replace", at + 1)
+    return EditedText.of(text, [{"action": action, "part": part, "text": others[at]}])
 
 
 def with_keyword(text: str) -> list[str]:
@@ -106,7 +114,7 @@ def test_keywords_stay_under_the_section_for_which_they_were_written(seed: int) 
         return 0.2 + 0.1 * sum(word in there.get(name, ()) for name, words in WORDS.items() for word in words)
 
     world = Written(seed=seed, text=SECTIONS, edits=with_keyword, worth=worth, train=20, val=30)
-    program = play(world, 900)
+    program = play(world, 900, search="edits")
     for text in world.run_texts:
         assert list(keywords(text)) == list(WORDS), text
         assert all(set(words) <= expected[name] for name, words in keywords(text).items()), text
@@ -120,7 +128,7 @@ def test_labels_of_examples_are_those_that_a_reflection_gave_them(seed: int) -> 
         return 0.2 + 0.13 * sum(label == CASES[case] for case, label in labels(text))
 
     world = Written(seed=seed, text=EXAMPLES, edits=with_label, worth=worth, train=20, val=30)
-    program = play(world, 900)
+    program = play(world, 900, search="edits")
     for text in world.run_texts:
         assert [case for case, _ in labels(text)] == list(CASES)
         assert all(label in (CASES[case], "unknown") for case, label in labels(text)), text
