@@ -228,8 +228,8 @@ class GepaSettings(RunSettings):
         """Choose how many examples a reflection reads, where the user has not said how rollouts and reflections go.
 
         As many as the budget pays :data:`LEAST_REFLECTIONS` reflections of, each with its child's screen, beside the
-        first and the last validation; from three to :data:`MOST_READ`, and at most half of the training set. Until
-        children are edits, it is three.
+        first and the last validation; from three to :data:`MOST_READ`, and at most half of the training set. For
+        whole texts it is three.
 
         Args:
             train, val: numbers of examples.

@@ -41,7 +41,7 @@ class Spending:
         calls: reflections so far, and whether the run's limits allow more.
         set_aside: pays the last head's validation; nothing else may spend it.
         minibatch: training examples of a task.
-        most_examples: at most, as long as children are not edits; None for all.
+        minibatch_alone: of one whose child stands for itself.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Spending:
         calls: ReflectionCalls,
         set_aside: Reservation,
         minibatch: int,
-        most_examples: Callable[[], int | None],
+        minibatch_alone: int,
     ) -> None:
         self._run, self._pool, self._heads, self._calls = run, pool, heads, calls
-        self._set_aside, self._minibatch, self._most_examples = set_aside, minibatch, most_examples
+        self._set_aside, self._minibatch, self._minibatch_alone = set_aside, minibatch, minibatch_alone
         run.used_shares.append(lambda: calls.used_share)
 
     # Questions.
@@ -71,7 +71,7 @@ class Spending:
     @property
     def calls_alone(self) -> int:
         """The most that a step costs whose child stands for itself."""
-        return 2 * min(self._minibatch, self._most_examples() or self._minibatch) + len(self._pool.loader)
+        return 2 * self._minibatch_alone + len(self._pool.loader)
 
     def may_open(self) -> str | None:
         """Why no further step may start; None while one may, or the last head is to be validated."""
@@ -162,7 +162,8 @@ class Spending:
 
     def widen(self, minibatch: int) -> None:
         """Expect tasks of so many training examples: a sampler of the user's may draw more than it was asked for."""
-        self._minibatch = max(self._minibatch, minibatch)
+        if minibatch > self._minibatch:
+            self._minibatch = self._minibatch_alone = minibatch
 
 
 class SearchWidth:

@@ -51,7 +51,7 @@ from dspy_flashevolve.gepa.repair import Repairs
 from dspy_flashevolve.gepa.screening import Screening
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.settings import MINIBATCH, GepaSettings
-from dspy_flashevolve.gepa.spending import PERFECT, SearchWidth, Spending
+from dspy_flashevolve.gepa.spending import GENERATIONS, PERFECT, SearchWidth, Spending
 from dspy_flashevolve.gepa.tracker import figures
 from dspy_flashevolve.observe.statistics import ChangeRecord
 from dspy_flashevolve.programs.program import ProgramRunner
@@ -81,7 +81,7 @@ class GepaLoop:
         repairing: Module,
         initial: Sequence[Texts] = (),
     ) -> None:
-        self._run, self._pool, self._policy = run, pool, policy
+        self._run, self._pool, self._policy, self._settings = run, pool, policy, settings
         most = self._most_characters = settings.workflow.max_candidate_characters
         each = settings.max_text_characters
         code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
@@ -98,7 +98,6 @@ class GepaLoop:
         share = 1.0 if search is None else search.frontier_share
         self._screening = Screening()
         self._selection = Selection(pool, self._credit, share, self._unanswerable, self._most_examples)
-        self._reads_few = settings.sizes_minibatches
         has_edits = isinstance(program.adapter.custom_instruction_proposer, EditProposer)
         minibatch = min(settings.minibatch_size, len(pool.trainset))
         # A candidate with the perfect score on every validation example ends the run; dspy.GEPA goes on, and asks its
@@ -112,8 +111,8 @@ class GepaLoop:
         self._heads = Heads(
             run, pool, self._credit, self._selection, calls, settings, initial, has_edits, ends_with_perfect
         )
-        set_aside = self._evaluations.set_aside
-        self._spending = Spending(run, pool, self._heads, calls, set_aside, minibatch, self._most_examples)
+        few = min(minibatch, MINIBATCH) if settings.sizes_minibatches else minibatch
+        self._spending = Spending(run, pool, self._heads, calls, self._evaluations.set_aside, minibatch, few)
         self._admission = SearchWidth(
             settings.workflow,
             run.slots,
@@ -581,10 +580,13 @@ class GepaLoop:
         self._run.stop(stopper.reason, "finished" if stopper.budget_spent else "stopped")
 
     def _most_examples(self) -> int | None:
-        """Return how many examples a reflection reads at most, where the run may choose: GEPA's three, until children
-        are edits and come together; None for as many as the sampler draws."""
-        joins = self._credit is not None and self._credit.outlook.joins
-        return MINIBATCH if self._reads_few and not joins else None
+        """Return how many examples a reflection reads at most: where the run may choose, GEPA's three for children that
+        are whole texts and, with a small budget, for the first ones; None for as many as the sampler draws."""
+        if not self._settings.sizes_minibatches or self._credit is None:
+            return None
+        joins, limit = self._credit.outlook.joins, self._run.budget.limit
+        is_small = limit is not None and limit < GENERATIONS * self._spending.calls_alone
+        return MINIBATCH if joins is False or (joins is None and is_small) else None
 
     def _unanswerable(self, candidate: Texts) -> set[Any]:
         """Find training examples that get no answer for a candidate; none in lockstep, as in dspy.GEPA."""

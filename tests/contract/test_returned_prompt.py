@@ -320,7 +320,7 @@ def test_a_run_that_has_ended_asks_for_nothing_when_it_is_compiled_again_and_ret
     "options", [{"riddles": True}, {"skip_perfect_score": False}], ids=["riddles", "a search that goes on when perfect"]
 )
 @pytest.mark.parametrize("predictors", [1, 2])
-@pytest.mark.parametrize("seed", [0, 7])  # in others the first of the best has not grown
+@pytest.mark.parametrize("seed", [0, 4])  # in others the first of the best has not grown
 def test_of_equals_in_the_whole_pool_the_first_that_has_not_grown_is_returned_everywhere(
     tmp_path: Path, seed: int, predictors: int, options: dict[str, Any]
 ) -> None:
@@ -365,7 +365,7 @@ def test_a_better_text_is_returned_though_it_has_grown() -> None:
 
 
 def test_where_the_last_head_is_worse_than_an_older_text_the_calls_left_have_that_one_written_anew() -> None:
-    program = compiled(Reflection(9), 400, 18, 3, riddles=True)
+    program = compiled(Reflection(2), 400, 18, 3, riddles=True)
     scores = program.detailed_results.val_aggregate_scores
     assert scores[-1] == max(scores) > max(scores[-3:-1]), "the last head and the same written anew are no better"
     assert program.detailed_results.best_idx == len(scores) - 1
