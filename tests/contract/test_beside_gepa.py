@@ -547,7 +547,8 @@ def test_feedback_that_fails_on_some_examples_ends_no_run(name: str) -> None:
         return score
 
     trainset = examples("t", 60)
-    stats = optimized(name, Chain(), metric, trainset=trainset, max_metric_calls=150).async_stats
+    options = {"max_metric_calls": 150, "reflection_minibatch_size": 3 if name == "lockstep" else 6}
+    stats = optimized(name, Chain(), metric, trainset=trainset, **options).async_stats
     assert stats.outcome == "finished"
     assert stats.proposals > 0
     if name == "lockstep":
