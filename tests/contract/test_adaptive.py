@@ -46,7 +46,7 @@ def compiled(slots: dict[str, Any], profile: Profile, names: tuple[str, str] = (
 @cache
 def turned_away(adaptive: bool) -> Any:
     """A run on an API that refuses what is above its limit."""
-    return compiled(ADAPTIVE if adaptive else FIXED, API)
+    return compiled(ADAPTIVE if adaptive else FIXED, API, max_metric_calls=450)
 
 
 def test_the_limit_starts_low_grows_and_is_kept_by_task_and_reflection_together() -> None:

@@ -154,7 +154,7 @@ def test_where_a_run_hears_all_lm_calls_itself_dspy_calls_no_callback_after_the_
 
     with dspy.context(lm=raising(lambda number: None)):
         simulated(50, Looking(), num_threads=4)
-    assert len(heard) > 40
+    assert len(heard) > 30
     assert not any(heard[12:]), "a callback costs dspy as much as half of a rollout's other work"
 
 
