@@ -1,98 +1,137 @@
 """Requests and tokens a minute: they are sent evenly, just below what a provider takes, and not refused.
 
-Each limit is a clock (``shared_rates.py``). No 60 seconds hold more than 97% of a limit and one request, wherever they
-begin: that is below the limit of a provider that counts in fixed windows, in a sliding one, or by a bucket that is
-refilled all the time. (A request that costs over 3% of the tokens may be too many for one that counts in windows.) What
-a provider reports of itself (``rate_headers.py``) can only slow this down: others may use the key, too, or it may count
-tokens that it does not report. Tokens are estimated before a request is sent, and corrected by what is reported.
+A token bucket for each unit, as the user gives its limit or as the provider reports it in the headers of its replies.
+Unlike an adaptive limit (``limits.py``) it counts what is sent a minute and not what is under way, and somebody has to
+say the limit: refusals alone teach it nothing. A provider that reports nothing is asked again request by request
+(``retries.py``).
 
-Where a refusal is one of the account, nothing is sent until the time that the provider named (Retry-After, else the end
-of its window by its headers, else a short backoff). Where no limit is known the pace is learned from refusals
-(``learned_rates.py``).
+Headers come from outside: what is not exactly as expected is left out, for no limit is better than a wrong one.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 
 import anyio
 
-from dspy_flashevolve.engine.learned_rates import TRIAL_SECONDS, Claim, LearnedPace, RefusalSuspicion
-from dspy_flashevolve.engine.loop import EARLY_SECONDS
-from dspy_flashevolve.engine.rate_headers import PERIOD_SECONDS, UNITS, ReportedLimit, Unit
-from dspy_flashevolve.engine.shared_rates import MAX_AHEAD_SECONDS, SharedTimes, pay
-
+Unit = str
+UNITS: tuple[Unit, Unit] = ("requests", "tokens")
+"""What providers limit."""
+PERIOD_SECONDS = 60.0
+"""Limits are a minute's."""
 HEADROOM = 0.96
 """Share of a limit that is used. With :data:`CREDIT_SECONDS` no minute holds more than 97%; measured over real HTTP
-nothing was refused (docs/scheduling.md, A provider's limits). At 1 a provider and this clock that disagree by a percent
-end in refusals."""
+nothing was refused. At 1 a provider and this clock that disagree by a percent end in refusals."""
 CREDIT_SECONDS = 0.5
 """Time of unused limit that may be made up for at once, since timers wake late. It adds under one percent to a minute;
 without it a busy loop loses what it slept too long."""
-MAX_EARLIER_SHARE = 0.5
-"""Share of a minute's limit that is paid for at most of what was let through before the limit was known. With all of
-it, a first burst stops the run for a minute although most providers start with a full bucket; with none, the burst and
-a minute's limit come together. Chosen by hand between the two."""
 AHEAD_SECONDS = 0.5
 """Requests get a slot so long before they may go, since their programs take time until they ask. Half of it leaves the
 limit unused where programs are slow to start, double holds slots that others could use."""
-FIRST_BACKOFF_SECONDS, BACKOFF_FACTOR, MAX_BACKOFF_SECONDS = 1.0, 1.5, 5.0
-"""Waits after refusals that are not told how long to wait, or that follow each other without an answer in between. The
-first is what providers name most often. With 5 seconds at most a window that opens again is missed by a twelfth of a
-minute; a fixed window that is used up after 10 of its 60 seconds is asked 13 times in vain."""
+REFUSAL_COST = 4.0
+"""Requests that a refusal counts as: so of two runs that are both given the whole limit of their key one request in six
+is refused, where half of them would be. A fifth of refusals at random would take 45% of a limit."""
+LEAST_PACE = 0.1
+"""Share of a limit's pace that is kept however little a provider says is left, so that a run never stands still because
+of an old header. Not tuned."""
 COST_ANSWERS = 16
-"""Requests over which the mean cost in tokens is taken. A round number, since what a request has cost corrects its
-estimate: with half of it estimates follow single replies, with double they follow a change of prompts later."""
+"""Requests over which the mean cost in tokens is taken. Not tuned: each request corrects its own estimate."""
+MAX_LIMIT = 10**12
+"""Requests or tokens a minute; what is above is no limit."""
+MAX_WAIT_SECONDS = 86400.0
+"""The longest time that is believed: a day, the longest period in which providers count."""
+_COUNT = re.compile(r"[0-9]{1,15}")
+_DURATION = re.compile(
+    r"(?:(\d{1,4})d)?(?:(\d{1,5})h)?(?:(\d{1,6})m(?!s))?(?:(\d{1,7}(?:\.\d{1,9})?)s)?(?:(\d{1,9}(?:\.\d{1,9})?)ms)?",
+    re.A,
+)
+_SECONDS = re.compile(r"\d{1,7}(?:\.\d{1,9})?", re.A)
 
 
-@dataclass(slots=True)
-class _Meter:
-    """The clock of one limit, of requests or of tokens.
+@dataclass(frozen=True, slots=True)
+class ReportedLimit:
+    """What a provider reported of one limit with a reply.
 
     Args:
-        user_limit, reported_limit, learned_limit: a minute, by whom it is known; infinite where it is not.
-        due: when what was let through is paid for.
-        let_through: requests or tokens so far.
-        report: what the provider reported last; None where that is old.
-        report_expires: when its window, or its bucket, is full again.
-        let_through_at_report: what was let through when it came.
+        limit: requests or tokens a minute, above 0.
+        remaining: how many of them it would accept at once, from 0 to ``limit``; None where it did not say.
+        reset_seconds: time until it would accept ``limit`` at once; None where it did not say.
     """
 
-    user_limit: float = math.inf
-    reported_limit: float = math.inf
-    learned_limit: float = math.inf
-    due: float = -math.inf
-    let_through: float = 0.0
-    report: ReportedLimit | None = None
-    report_expires: float = -math.inf
-    let_through_at_report: float = 0.0
+    limit: float
+    remaining: float | None = None
+    reset_seconds: float | None = None
 
-    @property
-    def told_limit(self) -> float:
-        """The limit a minute that the user or the provider has told; infinite where neither has."""
-        return min(self.user_limit, self.reported_limit)
+    def pace(self, own: float) -> float:
+        """Return seconds per request or token, at least ``own``, at which what remains lasts until the reset.
+
+        So runs that share a key share what remains, whether it is a window's rest or a bucket that is refilled.
+
+        >>> ReportedLimit(600, 599, 0.1).pace(own=0.1), ReportedLimit(600, 100, 50.0).pace(own=0.1)
+        (0.1, 0.5)
+        >>> ReportedLimit(600, 0, 30.0).pace(own=0.1)
+        1.0
+        """
+        if self.remaining is None or self.reset_seconds is None:
+            return own
+        return min(own / LEAST_PACE, max(own, self.reset_seconds / max(1.0, self.remaining)))
+
+
+class _Bucket:
+    """The token bucket of one unit, as a clock (the generic cell rate algorithm, ITU-T I.371): the time at which all
+    that was sent is paid for."""
+
+    def __init__(self) -> None:
+        self.user_limit = self.reported_limit = math.inf
+        self.paid_seconds = -math.inf
+        self._report: ReportedLimit | None = None
+        self._expires = -math.inf
+        self._sent_since_report = 0.0
 
     @property
     def limit(self) -> float:
-        """The limit a minute that holds: the told one or, where none is, the learned one."""
-        return min(self.told_limit, self.learned_limit)
+        """The limit a minute; infinite where nobody has told it."""
+        return min(self.user_limit, self.reported_limit)
 
-    @property
-    def is_used_up(self) -> bool:
-        """Whether nothing is left of a window whose end the provider has reported."""
-        return self.report is not None and self.report.remaining == 0 and not self.report.is_refilled
+    def record_report(self, report: ReportedLimit, now: float) -> None:
+        """Take what the provider reports; it can only slow the bucket down."""
+        self.reported_limit, self._report, self._sent_since_report = report.limit, report, 0.0
+        self._expires = now + (report.reset_seconds or 0.0)
+
+    def record_refusal(self, cost: float, now: float, retry_after_seconds: float) -> None:
+        """Send nothing for as long as the provider says, where it reports that nothing is left; then forget the report,
+        which is true for a moment only, and not renewed where only refusals have headers. Any other refusal costs as
+        much as some requests, since others may use the limit, too."""
+        if self._report is not None and self._report.remaining == 0:
+            self.paid_seconds = max(self.paid_seconds, now + retry_after_seconds)
+            self._report = None
+        elif self.limit < math.inf:
+            self.correct(REFUSAL_COST * cost, now)
 
     def pace(self, now: float) -> float:
         """Return the seconds that one request or token takes to pay for; 0 where no limit is known."""
         if self.limit == math.inf:
             return 0.0
-        own = PERIOD_SECONDS / (HEADROOM * self.limit)
-        if self.report is None or self.report.remaining is None or now >= self.report_expires:
+        own, report = PERIOD_SECONDS / (HEADROOM * self.limit), self._report
+        if report is None or report.remaining is None or now >= self._expires:
             return own
-        left = max(0.0, self.report.remaining - (self.let_through - self.let_through_at_report))
-        return ReportedLimit(self.report.limit, left, self.report_expires - now).pace(own)
+        remaining = max(0.0, report.remaining - self._sent_since_report)
+        return ReportedLimit(report.limit, remaining, self._expires - now).pace(own)
+
+    def pay(self, cost: float, now: float, wait: float) -> None:
+        """Count a cost as sent after so many seconds; what was not used long before is lost."""
+        self._sent_since_report += cost
+        self.paid_seconds = max(self.paid_seconds, now + wait - CREDIT_SECONDS)
+        self.correct(cost, now)
+
+    def correct(self, cost: float, now: float) -> None:
+        """Correct the cost of what was sent. One that is above a minute's limit holds up others for a minute."""
+        bound = PERIOD_SECONDS / HEADROOM
+        self.paid_seconds += max(-bound, min(bound, cost * self.pace(now)))
 
 
 class RateLimit:
@@ -100,236 +139,92 @@ class RateLimit:
 
     Args:
         clock: seconds.
-        make_shared_times: makes the clocks that other runs on the same key share, once a limit is told; they may be
-            None, for this run alone.
         on_change: called when the number of waiting requests, or a limit, has changed.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        make_shared_times: Callable[[], SharedTimes | None] = lambda: None,
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._clock, self._make_shared_times, self._on_change = clock, make_shared_times, on_change
-        self._meters: dict[Unit, _Meter] = {unit: _Meter() for unit in UNITS}
-        self._shared_times: SharedTimes | None = None
+    def __init__(self, clock: Callable[[], float], on_change: Callable[[], None] = lambda: None) -> None:
+        self._clock, self._on_change = clock, on_change
+        self._buckets = {unit: _Bucket() for unit in UNITS}
         self._queue = anyio.Lock()
-        self._learned_pace, self._suspicion = LearnedPace(), RefusalSuspicion()
-        self._closed_until = -math.inf
-        self._is_closed = False
-        self._refusals_in_a_row = 0
+        self._mean_tokens, self._requests = 1.0, 0
         self.estimates: dict[str, TokenEstimate] = {}
         """Stage -> what its requests cost."""
-        self._mean_tokens, self._requests = 1.0, 0
         self.waiting = 0
         """Requests that wait here until they may be sent."""
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a limit, or a refusal for which all wait."""
-        return self._is_closed or any(meter.limit < math.inf for meter in self._meters.values())
+        """Whether there is a limit."""
+        return bool(self.limits)
 
     @property
     def limits(self) -> dict[Unit, float]:
         """The limits a minute that the user or the provider has told."""
-        return {unit: meter.told_limit for unit, meter in self._meters.items() if meter.told_limit < math.inf}
+        return {unit: bucket.limit for unit, bucket in self._buckets.items() if bucket.limit < math.inf}
 
     @property
     def ahead(self) -> int:
         """Requests that should wait here, or be on their way here, so that the limit is used up."""
         now = self._clock()
-        seconds = max(self._meters["requests"].pace(now), self._mean_tokens * self._meters["tokens"].pace(now))
+        seconds = max(self._buckets["requests"].pace(now), self._mean_tokens * self._buckets["tokens"].pace(now))
         return 2 + math.ceil(AHEAD_SECONDS / seconds) if seconds > 0 else 2
 
     def add_user_limits(self, limits: Mapping[Unit, float]) -> None:
         """Take limits a minute from the user; the provider may report lower ones."""
         for unit, limit in limits.items():
-            self._meters[unit].user_limit = min(self._meters[unit].user_limit, limit)
+            self._buckets[unit].user_limit = min(self._buckets[unit].user_limit, limit)
         if limits:
             self._on_change()
 
     def record_reported_limits(self, reports: Mapping[Unit, ReportedLimit]) -> None:
-        """Take the limits that the provider reports with an answer.
-
-        What was let through in the minute before the limit was known is paid for now, at the pace that it allows; but
-        not where nothing is left of it: then :meth:`record_refusal` says when it goes on.
-        """
-        now, known = self._clock(), self.limits
-        if not reports:
-            return
+        """Take the limits that the provider reports with a reply."""
         for unit, report in reports.items():
-            meter = self._meters[unit]
-            meter.reported_limit, meter.report, meter.let_through_at_report = report.limit, None, meter.let_through
-            meter.report_expires = now + (report.reset_seconds or 0.0)
-        self._learned_pace.forget()
-        self._apply_learned_pace()
-        earlier = {
-            unit: min(self._meters[unit].let_through, MAX_EARLIER_SHARE * report.limit)
-            for unit, report in reports.items()
-            if unit not in known and report.remaining != 0
-        }
-        if earlier:  # before the reports hold, which already lack what was let through
-            self._pay(earlier)
-        for unit, report in reports.items():
-            self._meters[unit].report = report
+            self._buckets[unit].record_report(report, self._clock())
+        if reports:
+            self._on_change()
+
+    def record_refusal(self, retry_after_seconds: float | None) -> None:
+        """Record a refusal. Only where the reports say that nothing is left do all requests wait for the time that it
+        names: else it may be the one request's alone."""
+        for bucket, cost in zip(self._buckets.values(), (1.0, self._mean_tokens), strict=True):
+            bucket.record_refusal(cost, self._clock(), min(PERIOD_SECONDS, retry_after_seconds or 0.0))
         self._on_change()
 
-    def record_refusal(self, claim: Claim, retry_after_seconds: float | None, is_isolated: bool = False) -> None:
-        """Record a refusal; where it is the account's, send nothing until the provider wants to be asked again.
-
-        Args:
-            claim: the request.
-            retry_after_seconds: what the provider said; None where it said nothing. Then its last report tells, where
-                nothing is left of a window.
-            is_isolated: since its first refusal more other requests were answered than turned away.
-        """
-        now, sent = self._clock(), claim.sent_seconds
-        self._learned_pace.withdraw(claim)
-        nothing_left = any(meter.report is not None and meter.report.remaining == 0 for meter in self._meters.values())
-        if is_isolated and not nothing_left:
-            if self._suspicion.clear_suspicion():
-                self._learned_pace.forget()
-                self._apply_learned_pace()
-            return
-        if not self._is_closed and (sent is None or sent < self._learned_pace.opened_seconds):
-            return  # it was sent before the last wait, which its refusal came too late for
-        self._suspicion.record_refusal(claim)
-        if not self._is_closed:
-            self._learned_pace.record_refusal(now)
-            self._apply_learned_pace()
-        if not nothing_left and not self._suspicion.is_limited:
-            return  # it may be this request's alone, which waits by itself
-        if self._learned_pace.limits_at_once and not self.limits:
-            return  # others are answered as soon as a place is free: only this request waits
-        backoff = FIRST_BACKOFF_SECONDS * BACKOFF_FACTOR**self._refusals_in_a_row
-        wait = min(MAX_BACKOFF_SECONDS, backoff)
-        if retry_after_seconds is None:
-            ends = [meter.report_expires - now for meter in self._meters.values() if meter.is_used_up]
-            wait = max([wait, *ends])
-        elif self._refusals_in_a_row:
-            wait = max(wait, retry_after_seconds)
-        elif nothing_left or self._suspicion.is_burst:
-            wait = retry_after_seconds
-        else:  # a single refusal: it may name a time that is this request's alone, and the next one tells
-            wait = min(MAX_BACKOFF_SECONDS, retry_after_seconds)
-        self._closed_until, self._is_closed = max(self._closed_until, now + min(PERIOD_SECONDS, wait)), True
-        for meter in self._meters.values():
-            meter.report = None  # it was true for a moment at which nothing was left
-            meter.due = max(meter.due, self._closed_until)
-        self._on_change()
-
-    def _reopen(self) -> None:
-        """Send again: the wait after a refusal is over."""
-        self._is_closed = False
-        was_taken = self._learned_pace.reopen(self._clock())
-        self._refusals_in_a_row = 0 if was_taken else self._refusals_in_a_row + 1
-        if not was_taken:  # the next request tells whether anything is taken again
-            for meter in self._meters.values():
-                meter.due = max(meter.due, self._clock() + TRIAL_SECONDS)
-        self._apply_learned_pace()
-        self._on_change()
-
-    def _apply_learned_pace(self) -> None:
-        """Go by the learned pace, where no limit is told."""
-        self._meters["requests"].learned_limit = math.inf if self.limits else self._learned_pace.limit(self._clock())
-
-    async def admit(self, claim: Claim, sleep: Callable[[float], Awaitable[None]]) -> None:
+    async def admit(self, tokens: float, sleep: Callable[[float], Awaitable[None]]) -> None:
         """Wait until a request may be sent; in the order in which they come.
 
         Args:
+            tokens: that it is expected to cost.
             sleep: waits so many seconds; where it returns early the request is sent all the same.
         """
         self._requests += 1
-        self._mean_tokens += (claim.tokens - self._mean_tokens) / min(COST_ANSWERS, self._requests)
-        if self.is_known:
-            self.waiting += 1
-            self._on_change()
-            try:
-                async with self._queue:
-                    await self._wait_for_its_turn(claim, sleep)
-            finally:
-                self.waiting -= 1
-                self._on_change()
-        self.record_sent(claim)
-
-    async def _wait_for_its_turn(self, claim: Claim, sleep: Callable[[float], Awaitable[None]]) -> None:
-        turn = self._clock() + self._pay({"requests": 1.0, "tokens": claim.tokens})
-        while (wait := max(turn, self._closed_until) - self._clock()) > 0:  # a refusal meanwhile makes it longer
-            until = self._clock() + wait
-            await sleep(wait)
-            if self._clock() < until - EARLY_SECONDS:
-                self._skip_waits()  # the sleep was cut short
-                break
-        if self._is_closed:
-            self._reopen()
-
-    def _skip_waits(self) -> None:
-        """Let later requests wait neither for a refusal nor for a learned pace, since the run is to end."""
-        self._closed_until, self._is_closed = -math.inf, False
-        self._learned_pace.forget()
-        self._apply_learned_pace()
-        if not self.limits:
-            for meter in self._meters.values():
-                meter.due = min(meter.due, self._clock())
-
-    def record_sent(self, claim: Claim) -> None:
-        """Record that a request goes out, unless :meth:`admit` has done so."""
-        if claim.sent_seconds is not None:
+        self._mean_tokens += (tokens - self._mean_tokens) / min(COST_ANSWERS, self._requests)
+        if not self.is_known:
             return
-        claim.sent_seconds = self._clock()
-        self._learned_pace.record_sent(claim, claim.sent_seconds)
-        self._suspicion.record_sent(claim)
-        for unit, cost in (("requests", 1.0), ("tokens", claim.tokens)):
-            self._meters[unit].let_through += cost
+        self.waiting += 1
+        self._on_change()
+        try:
+            async with self._queue:
+                if (wait := self._pay({"requests": 1.0, "tokens": tokens})) > 0:
+                    await sleep(wait)
+        finally:
+            self.waiting -= 1
+            self._on_change()
 
-    def settle(self, claim: Claim, tokens: float | None) -> None:
-        """Record that a request was answered, and correct the tokens that were estimated for it.
+    def correct(self, requests: float, tokens: float) -> None:
+        """Correct what was expected of a request that was answered: by its cost, or by all where no provider saw it."""
+        for bucket, cost in zip(self._buckets.values(), (requests, tokens), strict=True):
+            if bucket.limit < math.inf:
+                bucket.correct(cost, self._clock())
 
-        Args:
-            tokens: that it has cost; None where that is not reported.
-        """
-        self._learned_pace.record_answer(claim, self._clock())
-        self._suspicion.record_answer(claim, self._clock())
-        self._apply_learned_pace()
-        if tokens is not None and self.is_known:
-            self._pay({"tokens": tokens - claim.tokens}, wait=False)
-
-    def leave(self, claim: Claim) -> None:
-        """Count a request as under way no more, whatever became of it."""
-        self._learned_pace.leave(claim)
-
-    def refund(self, claim: Claim) -> None:
-        """Take a request back that was answered from a cache, without the provider."""
-        self._learned_pace.withdraw(claim)
-        if self.is_known:
-            self._pay({"requests": -1.0, "tokens": -claim.tokens}, wait=False)
-
-    def _pay(self, costs: Mapping[Unit, float], wait: bool = True) -> float:
-        """Move the clocks on by some costs; return how long a request with these costs waits.
-
-        Args:
-            wait: a request waits for it; else it corrects the costs of earlier ones.
-        """
+    def _pay(self, costs: Mapping[Unit, float]) -> float:
+        """Move the clocks on by the costs of a request; return how long it waits."""
         now = self._clock()
-        paces = {unit: self._meters[unit].pace(now) for unit in costs}
-        by: dict[Unit, float] = {
-            unit: max(-MAX_AHEAD_SECONDS, min(PERIOD_SECONDS / HEADROOM, cost * paces[unit]))
-            for unit, cost in costs.items()
-            if paces[unit] > 0
-        }
-        if not by:
-            return 0.0
-        credit = CREDIT_SECONDS if wait else math.inf
-        due, seconds = pay({unit: self._meters[unit].due - now for unit in by}, by, credit)
-        for unit in by:
-            self._meters[unit].due = now + due[unit]
-        if not self.limits:
-            return seconds  # what a run has learned is its own share of the limit already
-        if self._shared_times is None:
-            self._shared_times = self._make_shared_times()
-        shared_seconds = None if self._shared_times is None else self._shared_times.pay(by, credit)
-        return seconds if shared_seconds is None else shared_seconds
+        buckets = {bucket: costs[unit] for unit, bucket in self._buckets.items() if bucket.limit < math.inf}
+        wait = max(0.0, *(bucket.paid_seconds - now for bucket in buckets))
+        for bucket, cost in buckets.items():
+            bucket.pay(cost, now, wait)
+        return wait
 
 
 class TokenEstimate:
@@ -357,3 +252,64 @@ class TokenEstimate:
         if characters > 0:
             self._per_character += share * (read / characters - self._per_character)
         self._written += share * (written - self._written)
+
+
+def limits_in_headers(
+    headers: Mapping[str, str], now: Callable[[], datetime] | None = None
+) -> dict[Unit, ReportedLimit]:
+    """Return the limits in a reply's headers, in OpenAI's form (also Azure's, Groq's and others') or in Anthropic's.
+
+    Args:
+        headers: by their names in lower case.
+        now: for Anthropic's, which say at what time there is room again.
+
+    >>> limits_in_headers({"x-ratelimit-limit-requests": "600", "x-ratelimit-remaining-requests": "599",
+    ...           "x-ratelimit-reset-requests": "100ms"})
+    {'requests': ReportedLimit(limit=600.0, remaining=599.0, reset_seconds=0.1)}
+    >>> limits_in_headers({"x-ratelimit-limit-tokens": "many"})
+    {}
+    """
+    limits: dict[Unit, ReportedLimit] = {}
+    for unit in UNITS:
+        for form in (f"x-ratelimit-{{}}-{unit}", f"anthropic-ratelimit-{unit}-{{}}"):
+            limit, remaining = _count(headers.get(form.format("limit"))), _count(headers.get(form.format("remaining")))
+            if not limit:
+                continue
+            period = seconds_in(headers.get(form.format("renewalperiod"))) or PERIOD_SECONDS  # Azure's
+            reset = seconds_in(headers.get(form.format("reset")), now)
+            is_complete = remaining is not None and remaining <= limit and reset is not None
+            limits[unit] = ReportedLimit(
+                limit * PERIOD_SECONDS / period, remaining if is_complete else None, reset if is_complete else None
+            )
+            break
+    return limits
+
+
+def _count(text: str | None) -> float | None:
+    """Parse a whole number as a machine writes it; None for anything else."""
+    return float(text) if isinstance(text, str) and _COUNT.fullmatch(text) and int(text) <= MAX_LIMIT else None
+
+
+def seconds_in(text: str | None, now: Callable[[], datetime] | None = None) -> float | None:
+    """Parse a time to wait, up to a day; None for anything else.
+
+    >>> seconds_in("6m0s"), seconds_in("20ms"), seconds_in("1h2m3.5s"), seconds_in("7"), seconds_in("soon")
+    (360.0, 0.02, 3723.5, 7.0, None)
+    """
+    if not isinstance(text, str) or not 0 < len(text) <= 64:
+        return None
+    seconds = math.inf
+    if _SECONDS.fullmatch(text):
+        seconds = float(text)
+    elif (match := _DURATION.fullmatch(text)) is not None:
+        parts = zip(match.groups(), (86400, 3600, 60, 1, 0.001), strict=True)
+        seconds = sum(float(part) * unit for part, unit in parts if part)
+    else:
+        try:
+            when = datetime.fromisoformat(text.replace("Z", "+00:00"))
+            if when.tzinfo is not None:
+                moment = datetime.now(timezone.utc) if now is None else now()
+                seconds = max(0.0, (when - moment).total_seconds())
+        except (ValueError, OverflowError):
+            return None
+    return seconds if seconds <= MAX_WAIT_SECONDS else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import anyio
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import EventBus, RequestTurnedAway
 from dspy_flashevolve.engine.loop import EARLY_SECONDS
-from dspy_flashevolve.engine.slot import Slot
+from dspy_flashevolve.engine.scheduler import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +37,18 @@ PATIENT_SECONDS = 60.0
 """A rate limit, a timeout or a lost connection says "later" and nothing about the request: it counts as an attempt only
 from this long after the request's first failure. Providers count their limits by the minute; with less than a minute,
 requests that a limit turned away are given up before it is over."""
+RECOVERED, ODD_FACTOR = 256, 3
+"""A request is odd that fails so many times as often as any of the last that failed and were then answered: where a
+limit turns four of five requests away the unluckiest of 256 fails 25 times, and one of a million more than 75 times."""
 ISOLATED_BACKOFF_SECONDS = 2.0
 """Longest backoff of a request that fails while others are answered. Backoff spares a provider in trouble, and this one
-is not: a longer wait only delays the step. A round number: half and double change seconds of a rare case."""
+is not: a longer wait only delays the step. Not tuned."""
+SILENT_FAILURES = 5
+"""A responder is called silent in the log after this many failures without an answer in between: where a fifth of the
+requests is refused at random, so many follow each other once in 3,000."""
 SILENT_SECONDS = 10.0
-"""A responder that has requests under way is called silent in the log only after this time: one that is sent more than
-it takes at once turns some requests away while it works on the others. Longer than most replies take; half of it logs
-warnings about healthy servers with long replies, double only logs later."""
+"""With requests under way it is called so only after this time: one that is sent more than it takes at once turns some
+away while it works on the others. Not tuned."""
 WARNING_SECONDS = 60.0
 """Shortest time between two warnings about one responder, so that an outage does not flood the log."""
 REASON_CHARACTERS = 300
@@ -86,8 +92,12 @@ class RetryPolicy:
         """
         if retry_after_seconds is not None:
             return self.capped_retry_after(retry_after_seconds) + self.first_seconds * chance
-        exponent = min(attempt, 32)  # 2**1024 is no float, and the minimum below makes 32 as good as any
-        return min(self.most_seconds, self.first_seconds * 2**exponent) * chance
+        return self.backoff_seconds(attempt) * chance
+
+    def backoff_seconds(self, attempt: int) -> float:
+        """Return the upper bound of the wait after failed attempt number ``attempt`` (from 0)."""
+        exponent = min(attempt, 32)  # 2**1024 is no float, and the minimum makes 32 as good as any
+        return min(self.most_seconds, self.first_seconds * 2**exponent)
 
     def capped_retry_after(self, retry_after_seconds: float) -> float:
         """Return how much of a Retry-After is waited for."""
@@ -100,7 +110,7 @@ class TrackedRequest:
 
     Args:
         sent_seconds: when it was sent last.
-        width_seconds: requests in flight at its endpoint, summed over the time until then.
+        number: of its last attempt, in the order in which its endpoint was sent requests.
         failures: attempts that got no answer.
         counted_failures: those of them that count against :attr:`RetryPolicy.attempts`.
         first_failure_index: how many requests had ended at its responder before its first failure.
@@ -110,7 +120,7 @@ class TrackedRequest:
     """
 
     sent_seconds: float = 0.0
-    width_seconds: float = 0.0
+    number: int = 0
     failures: int = 0
     counted_failures: int = 0
     first_failure_index: int = 0
@@ -118,9 +128,9 @@ class TrackedRequest:
     is_isolated: bool = False
     reason: str = ""
 
-    def record_width(self, width_seconds: float) -> None:
-        """Record what the endpoint's requests in flight summed up to when this one was sent."""
-        self.width_seconds = width_seconds
+    def record_number(self, number: int) -> None:
+        """Record which of its endpoint's requests this attempt is."""
+        self.number = number
 
 
 class Retries:
@@ -154,14 +164,15 @@ class Retries:
         """Requests that were made again."""
         self._sleeping: set[anyio.CancelScope] = set()
 
-    async def sleep(self, slot: Slot | None, seconds: float, keep_slot: bool = False) -> None:
+    async def sleep(self, slot: Slot | None, seconds: float, keep_slot: bool = False, is_retry: bool = True) -> None:
         """Wait, at most until :meth:`hurry`; once the run is hurried, for a moment only.
 
         Args:
             slot: given back meanwhile, and taken again afterwards; None where the request has none.
             keep_slot: keep it, since a thread waits.
+            is_retry: see :meth:`Slot.paused`.
         """
-        async with nullcontext() if slot is None else slot.released(keep_slot):
+        async with nullcontext() if slot is None else slot.released(keep_slot, is_retry):
             with anyio.CancelScope() as scope:
                 self._sleeping.add(scope)
                 try:
@@ -184,9 +195,6 @@ class Retries:
 class Responder:
     """Whoever is asked: compares the outcomes of its requests, to tell a faulty request from a provider in trouble.
 
-    It stands for one endpoint, for the replicas of one model, or for all that one stage asks. Made by
-    :class:`~.endpoints.Endpoints`.
-
     Args:
         name: for people.
         retries: of the run.
@@ -202,6 +210,8 @@ class Responder:
         self._outcomes: dict[TrackedRequest, tuple[int, bool]] = {}
         """Request -> its place in the order of ends, and whether it was answered; the latest stand last. The order and
         not the clock, since in virtual time many requests end at one moment."""
+        self._recovered: deque[tuple[float, int]] = deque(maxlen=RECOVERED)
+        """Of the last requests that were answered though they had failed: when, and how often."""
         self._ended = 0
         self._silent_since: float | None = None
         self._failures_in_silence = 0
@@ -219,13 +229,16 @@ class Responder:
     def record_answer(self, request: TrackedRequest) -> None:
         """Record that a request was answered."""
         self._record_outcome(request, answered=True)
+        if request.failures:
+            self._recovered.append((self.retries.clock(), request.failures))
         self._silent_since, self._failures_in_silence = None, 0
 
     def record_failure(self, request: TrackedRequest, reason: str, of_request: bool = False) -> None:
         """Record that a request got no answer, and decide whether that counts as one of its attempts. It does
 
         - where the fault may well be the request's alone, unless most others fail, too;
-        - else (a rate limit, say) where others are answered, and it was not for :data:`PATIENT_SECONDS`;
+        - else (a rate limit, say) where others are answered, it was not for :data:`PATIENT_SECONDS`, and it failed far
+          more often than those that were answered at last: else it may only be unlucky with a limit that all meet;
         - where nothing is waited for any more, or the run can do without the answer.
 
         Args:
@@ -239,17 +252,19 @@ class Responder:
             request.first_failure_index, request.first_failure_seconds = self._ended, now
         request.failures += 1
         request.reason = reason[:REASON_CHARACTERS]
-        others = {other: outcome for other, outcome in self._outcomes.items() if other is not request}
-        since = [answered for index, answered in others.values() if index >= request.first_failure_index]
-        compared = since
-        if of_request and not since:
-            compared = [answered for _, answered in others.values()]
+        others = [outcome for other, outcome in self._outcomes.items() if other is not request]
+        since = [answered for index, answered in others if index >= request.first_failure_index]
+        compared = [answered for _, answered in others] if of_request and not since else since
         answers, failures = compared.count(True), compared.count(False)
         request.is_isolated = answers > failures
         if of_request:
             is_own_fault = answers >= failures
         else:
-            is_own_fault = request.is_isolated and now >= request.first_failure_seconds + PATIENT_SECONDS
+            usual = max(
+                (failures for when, failures in self._recovered if when >= now - 2 * PATIENT_SECONDS), default=0
+            )
+            is_odd = request.is_isolated and request.failures > ODD_FACTOR * usual
+            is_own_fault = is_odd and now >= request.first_failure_seconds + PATIENT_SECONDS
         request.counted_failures += is_own_fault or self.retries.is_hurried or self._is_optional
         self._record_outcome(request, answered=False)
         if not request.is_isolated or not since:  # answers to others since then say more about the provider
@@ -305,24 +320,19 @@ class Responder:
         assert self._silent_since is not None
         if self.retries.outage:
             return
-        silent_seconds = now - self._silent_since
+        silent_seconds, failures = now - self._silent_since, self._failures_in_silence
         outage_seconds = self.retries.policy.outage_seconds
         limit = math.inf if outage_seconds is None else outage_seconds
-        somebody_may_be_answered = self._under_way or self._isolated
         # Where a single request hung for all that time, and nothing else was asked, one more request decides.
-        is_certain = now - request.sent_seconds <= limit or self._failures_in_silence > 2
-        if (
-            is_certain
-            and silent_seconds >= limit - EARLY_SECONDS
-            and not somebody_may_be_answered
-            and not self._is_optional
-        ):
+        is_certain = now - request.sent_seconds <= limit or failures > 2
+        is_over = silent_seconds >= limit - EARLY_SECONDS and not (self._under_way or self._isolated)
+        if is_over and is_certain and not self._is_optional:
             self.retries.give_up(
                 f"{self.name} has answered nothing for {silent_seconds:.0f} seconds, and turned away all that it was "
                 f"sent; the last: {request.reason}"
             )
         elif (
-            self._failures_in_silence >= 2
+            failures >= SILENT_FAILURES
             and (not self._under_way or silent_seconds >= SILENT_SECONDS)
             and now >= self._warned_seconds + WARNING_SECONDS
         ):

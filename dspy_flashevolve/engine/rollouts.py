@@ -7,7 +7,6 @@ has from an interrupted run is not made again. Other requests (a reflection, a r
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Generator, Hashable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,8 +22,7 @@ from dspy_flashevolve.engine.loop import check_main_thread
 from dspy_flashevolve.engine.metric_calls import recording_rollout
 from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
 from dspy_flashevolve.engine.retries import TrackedRequest
-from dspy_flashevolve.engine.scheduler import Requester, Scheduler
-from dspy_flashevolve.engine.slot import Slot, current_slot
+from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, current_slot
 from dspy_flashevolve.engine.steps import Reservation, Step
 
 logger = logging.getLogger(__name__)
@@ -83,13 +81,13 @@ class _Flight:
     ended: anyio.Event = field(default_factory=anyio.Event)
     result: Rollout | None = None
     slot: Slot | None = None
-    backoff_since: float | None = None
-    """When it began to wait, without a slot, for its next attempt; None where it does not."""
+    is_backing_off: bool = False
+    """It waits, without a slot, for its next attempt."""
 
     @property
-    def waits_since(self) -> float | None:
-        """When it began to wait for its next attempt, with a slot or without; None where it does not."""
-        return self.slot.paused_since if self.backoff_since is None and self.slot is not None else self.backoff_since
+    def is_waiting(self) -> bool:
+        """Whether it waits for its next attempt, or an LM call in it for its own."""
+        return self.is_backing_off or (self.slot is not None and self.slot.is_retrying)
 
     def cancel_attempt(self) -> None:
         """End its attempt, as its timeout does."""
@@ -133,8 +131,6 @@ class Rollouts:
         self._flights: dict[RolloutKey, _Flight] = {}
         self._awaited: dict[int, list[_Flight]] = {}
         """Number of a step -> the requests that it waits for."""
-        self.answered_seconds = -math.inf
-        """Time of the last answer to a request."""
         self.joined = 0
         """Number of rollouts that waited for an equal one instead of being made."""
         self.unanswerable: dict[tuple[str, Hashable], str] = {}
@@ -273,7 +269,7 @@ class Rollouts:
     def unanswered_examples(self, candidate: str, split: str) -> set[Hashable]:
         """Return the examples that get no answer, at least for this candidate, and those on which a rollout waits for
         its next attempt."""
-        keys = [key for key, flight in self._flights.items() if flight.waits_since is not None]
+        keys = [key for key, flight in self._flights.items() if flight.is_waiting]
         keys += [key for key in list(self._unanswered) if key.candidate == candidate]
         unanswered = [*self.unanswerable, *((key.split, key.example) for key in keys)]
         return {example for example_split, example in unanswered if example_split == split}
@@ -290,7 +286,7 @@ class Rollouts:
             (
                 flight
                 for other, flight in self._flights.items()
-                if (other.split, other.example) == (key.split, key.example) and flight.waits_since is not None
+                if (other.split, other.example) == (key.split, key.example) and flight.is_waiting
             ),
             None,
         )
@@ -299,11 +295,10 @@ class Rollouts:
         """Whether a rollout fails because it gets no answer, so that its score says nothing about its candidate."""
         return (key.split, key.example) in self.unanswerable or key in self._unanswered
 
-    def waiting_since(self, step: int) -> float | None:
-        """Return when the last of a step's requests began to wait for its next attempt; None while one is under way."""
+    def is_waiting(self, step: int) -> bool:
+        """Whether all of a step's requests wait for their next attempt."""
         flights = self._awaited.get(step, ())
-        since = [flight.waits_since for flight in flights if flight.waits_since is not None]
-        return max(since) if since and len(since) == len(flights) else None
+        return bool(flights) and all(flight.is_waiting for flight in flights)
 
     @contextmanager
     def _waiting_for(self, flight: _Flight, step: Requester) -> Generator[None, None, None]:
@@ -327,7 +322,7 @@ class Rollouts:
         on_granted: OnGranted | None = None,
     ) -> T:
         """Call ``attempt`` in a slot, with its number from 1, until it does not fail transiently."""
-        request, responder = TrackedRequest(), self.endpoints.responder_of_stage(stage)
+        request, responder = TrackedRequest(), self.endpoints.of_stage(stage)
         retries = self.endpoints.retries
 
         async def call() -> T:
@@ -348,17 +343,19 @@ class Rollouts:
                     failed: TrackedRequest = error.asked or request
                     if error.asked is None:  # else the LM call that failed was retried already, where it was made
                         responder.record_failure(request, str(error), error.of_request)
-                        if (limit := self.endpoints.rollout_limit(stage)) is not None:
-                            limit.record_refusal(error.retry_after_seconds)
+                        if not responder.group.sees_lm_calls:  # of an LM of the user's own kind: whole requests tell
+                            responder.record_refusal(request, error.retry_after_seconds)
                         if responder.may_retry(request, retries.policy.attempts):
-                            flight.backoff_since = self.clock()
+                            flight.is_backing_off = True
                             await responder.pause_before_retry(None, request, error.retry_after_seconds)
-                            flight.backoff_since = None
+                            flight.is_backing_off = False
                             continue
                     reason = f"no answer after {failed.failures} attempts: {error}"
                     raise RolloutUnresolvedError(reason, failed.is_isolated) from error
-                responder.record_answer(request)
-                self.answered_seconds = self.clock()
+                if responder.group.sees_lm_calls:
+                    responder.record_answer(request)
+                else:
+                    responder.record_reply(request)
                 return answer
 
     def _give_up(self, key: RolloutKey, step: Requester, stage: str, error: RolloutUnresolvedError) -> str:
@@ -375,7 +372,7 @@ class Rollouts:
         if not alone and example not in self.unanswerable:
             self.unanswerable[example] = reason
             for other, flight in self._flights.items():
-                if (other.split, other.example) == example and flight.waits_since is not None:
+                if (other.split, other.example) == example and flight.is_waiting:
                     flight.cancel_attempt()
         return reason
 
@@ -469,8 +466,6 @@ class _RolloutAttempts:
             self.rollouts.journal.record_rollout(
                 self.key, stage, number, rollout, self.record.write(rollout), seconds, self.call_number
             )
-        if (limit := rollouts.endpoints.rollout_limit(stage)) is not None:
-            limit.record_answer(seconds, rollout.tokens)
         rollouts.bus.emit(
             RolloutFinished(
                 rollouts.clock(), number, stage, rollout.score, seconds, rollout.tokens, rollout.cost_dollars

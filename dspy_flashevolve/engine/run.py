@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import anyio
 
-from dspy_flashevolve.engine.endpoints import Endpoints
+from dspy_flashevolve.engine.endpoints import Endpoints, groups_of
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import (
     Committed,
@@ -30,7 +30,6 @@ from dspy_flashevolve.engine.events import (
     StepClosed,
     StepOpened,
 )
-from dspy_flashevolve.engine.groups import groups_of
 from dspy_flashevolve.engine.journal import IN_FLIGHT
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import LoopClock, Threads, collecting_errors, run_to_end
@@ -38,8 +37,7 @@ from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, Unfinished
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollouts
-from dspy_flashevolve.engine.scheduler import Scheduler
-from dspy_flashevolve.engine.stages import StageVisit, Workers, median_shares
+from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, Workers, median_shares
 from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.engine.steps import (
     Admission,
@@ -64,8 +62,9 @@ Outcome = Literal["running", "finished", "stopped", "failed", "aborted"]
 since it was given up; by an exception."""
 SPARE_THREADS = 16
 """Threads beside those of the slots, for what a loop does without one."""
-PROBES, PROBE_SECONDS = 8, 4.0
-"""Where nobody is answered one step more may live each so many seconds, up to so many."""
+MAX_RESTING = 8
+"""Steps that may wait for a provider that answers nobody and make room for others all the same: these ask for something
+else, and tell a few requests that get no answer from an outage. More would only wait, too. Not tuned."""
 PRIOR_STEPS = 4
 """The estimate of a step's cost begins as if this many had cost the most that one can."""
 
@@ -240,7 +239,7 @@ class EvolutionRun:
             return
         self.stop_reason, self._ends = reason, outcome
         if outcome != "finished":
-            self.endpoints.retries.hurry()
+            self.endpoints.hurry()
             logger.warning(
                 "%s: %s. Steps that run are finished, no further one starts%s.",
                 self.name,
@@ -368,15 +367,9 @@ class EvolutionRun:
 
     def _resting(self, steps: Iterable[Step]) -> int:
         """How many of some steps, or those whose end they wait for, wait for a provider that answers others: work goes
-        on around them. Where nobody is answered more work would be in vain, but for a few steps that ask for something
-        else: is it the request, or who is asked?"""
-        waits = [since for step in steps if (since := self._waits_since(step)) is not None]
-        rest = sum(since < self.rollouts.answered_seconds for since in waits)
-        silent = self.clock() - max(self.clock.began, self.rollouts.answered_seconds)
-        return rest + min(PROBES, len(waits) - rest, int(silent / PROBE_SECONDS))
-
-    def _waits_since(self, step: Step) -> float | None:
-        return self.rollouts.waiting_since(step.number if step.blocked_by is None else step.blocked_by)
+        on around them."""
+        numbers = [step.number if step.blocked_by is None else step.blocked_by for step in steps]
+        return min(MAX_RESTING, sum(map(self.rollouts.is_waiting, numbers)))
 
     def load(self) -> Load:
         """What admission looks at."""
@@ -495,9 +488,7 @@ class EvolutionRun:
             if not self._live and not self._beside:
                 self.stop("nothing more to do", "finished")
                 return
-            someone_waits = any(self._waits_since(step) is not None for step in self._live.values())
-            with anyio.move_on_after(PROBE_SECONDS if someone_waits else math.inf):  # time alone may let one begin
-                await change.wait()
+            await change.wait()
 
     def _opened(self) -> Step | None:
         """The next step, if one may start."""
@@ -609,7 +600,7 @@ class EvolutionRun:
         while self._next < least or any(not step.has_begun for step in self._live.values() if step.number < least):
             await self.wait_for_change()
         self.stop(f"max_seconds={most:g} is over", "finished")
-        self.endpoints.retries.hurry()
+        self.endpoints.hurry()
 
     def _bounds_of(self, workers: Workers, stages: Sequence[str], slots: int) -> dict[str, tuple[int, int]]:
         """Bound the stages that have workers, each to its most; return stage -> the fewest and the most slots.

@@ -14,14 +14,17 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Protocol, TypeVar
 
-from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.slot import Slot, in_slot
-from dspy_flashevolve.engine.stages import SlotStatistics, StageStatistics, StageVisit, StageWindow
+import anyio
+
+from dspy_flashevolve.engine.errors import ConfigurationError, TransientError
 
 T = TypeVar("T")
 Priority = tuple[float, int]
@@ -73,6 +76,273 @@ class Requester(Protocol):
     def value(self) -> float: ...
 
 
+@dataclass(frozen=True, slots=True)
+class StageStatistics:
+    """How a stage's requests stand.
+
+    Args:
+        waiting, running: requests in its queue, and in slots, now.
+        served_seconds: time that its requests have spent in slots, summed over requests.
+    """
+
+    waiting: int
+    running: int
+    served_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatistics:
+    """How the slots were used so far.
+
+    Args:
+        limit: slots that there are, over all endpoints.
+        peak: slots that were held at once at most.
+        limit_seconds: the number of slots, integrated over the time since the first request. Where a limit falls below
+            what is in flight, requests keep their slots, which count as long as they are held.
+        stages: stage -> its requests.
+    """
+
+    limit: int
+    peak: int
+    limit_seconds: float
+    stages: dict[str, StageStatistics]
+
+    @property
+    def busy(self) -> int:
+        """Slots held now."""
+        return sum(stage.running for stage in self.stages.values())
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time for which slots were held, summed over slots."""
+        return sum(stage.served_seconds for stage in self.stages.values())
+
+
+@dataclass(frozen=True, slots=True)
+class StageVisit:
+    """A step's time in one stage: its requests there, from the first that came to the last that left.
+
+    Args:
+        queued, began, ended: when the first request came, when the first had a slot, and when the last left; seconds.
+    """
+
+    step: int
+    stage: str
+    queued: float
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageWindow:
+    """What a stage did in the last window.
+
+    Args:
+        finished: steps whose requests it has finished.
+        waiting, running: its requests now.
+        share: slots that it may have.
+    """
+
+    finished: int
+    waiting: int
+    running: int
+    share: int
+
+
+Workers = Mapping[str, int | tuple[int, int]]
+"""Stage -> its worker pool (FlashEvolve's K_i): the requests that it may have in flight, or the fewest and the most."""
+
+
+def median_shares(windows: Mapping[str, StageWindow], bounds: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return the slots that each stage may have next, by FlashEvolve's rule (arXiv 2605.08520, section 3.4).
+
+    The median of finished steps is taken over the stages that had work. A stage that finished less than half of it, has
+    requests waiting and all of its share in use, gets a slot more; one that finished more than twice the median gets a
+    slot fewer; each within its bounds.
+
+    Args:
+        windows: stage -> what it did.
+        bounds: stage -> the fewest and the most slots.
+
+    >>> slow, even, fast = StageWindow(2, 9, 4, 4), StageWindow(6, 0, 1, 8), StageWindow(13, 0, 4, 8)
+    >>> windows = {"propose": slow, "screen": even, "rollout": fast}
+    >>> median_shares(windows, dict.fromkeys(windows, (1, 8)))
+    {'propose': 5, 'screen': 8, 'rollout': 7}
+    """
+    finished = [window.finished for window in windows.values() if window.finished or window.running or window.waiting]
+    middle = median(finished) if finished else 0
+    shares: dict[str, int] = {}
+    for stage, window in windows.items():
+        is_starved = 2 * window.finished < middle and window.waiting > 0 and window.running >= window.share
+        change = 1 if is_starved else -1 if window.finished > 2 * middle else 0
+        least, most = bounds[stage]
+        shares[stage] = max(least, min(most, window.share + change))
+    return shares
+
+
+class Slot:
+    """One slot of a request, which may be given back for a while from deep inside the request.
+
+    A request that must wait, since its provider said when to come back, is not in flight: others can use its slot.
+    Where a rollout has several LM calls under way in its one slot, the first that pauses gives the slot back, and the
+    first that goes on takes it again.
+
+    Args:
+        step_and_stage: number of the step, and the stage, whose request is in it.
+        enter: waits for a slot, with the number of requests of the same batch that come once this one has its slot.
+        arrive: counts the slot as one whose request has asked its endpoint.
+        leave: gives the slot back that was taken at the given time.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        step_and_stage: tuple[int, str],
+        enter: Callable[[int], Awaitable[None]],
+        arrive: Callable[[], None],
+        leave: Callable[[float], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.step_and_stage = step_and_stage
+        self._enter, self._arrive, self._leave, self._clock = enter, arrive, leave, clock
+        self._taking: anyio.Lock | None = None
+        self._is_closed = False
+        self._pauses = 0
+        self.is_retrying = False
+        """An LM call in it waits for its next attempt."""
+        self._left_seconds = math.inf
+        self._taken_seconds = 0.0
+        self.is_held = False
+        self._is_arriving = False
+        self.time_scope: anyio.CancelScope | None = None
+        """Ends the work in the slot at its deadline, which moves on during a pause. None where nothing does."""
+        self.shield_scope: anyio.CancelScope | None = None
+        """Around work that is not cancelled with the rest: a metric in a thread."""
+
+    async def take(self, followers: int = 0) -> None:
+        """Wait for the slot in the run's order, unless it is held. Once closed, it takes none.
+
+        Args:
+            followers: requests of the same batch that come once this one has its slot.
+        """
+        if self.is_held or self._is_closed:
+            return
+        async with self._taking or nullcontext():  # others inside the same request may want it back, too
+            if self.is_held or self._is_closed:
+                return
+            await self._enter(followers)
+            self.is_held = self._is_arriving = True
+            self._taken_seconds = self._clock()
+            if self._is_closed:  # the holder was cancelled while the slot was awaited for it
+                self._give_back()
+
+    def mark_arrived(self) -> None:
+        """Record that the request in it is about to be sent, or waits for a limit of its endpoint."""
+        if self._is_arriving:
+            self._is_arriving = False
+            self._arrive()
+
+    @asynccontextmanager
+    async def released(self, keep: bool = False, is_retry: bool = True) -> AsyncGenerator[None, None]:
+        """Give the slot back for the block, and take it again after it. A block that raises ends without the slot.
+
+        Args:
+            keep: it is not given back: a thread waits.
+            is_retry: see :meth:`paused`.
+        """
+        if not keep:
+            self._taking = self._taking or anyio.Lock()
+            self._give_back()
+        with self.paused(is_retry):
+            yield
+            await self.take()
+
+    async def run_beside(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make another request of the same step and stage, in a slot of its own.
+
+        A run inside a request gives the request's slot back while it waits (:meth:`released`), and makes its own
+        requests by this: so the requests of both runs together stay within the limits of the outer one.
+        """
+        slot = Slot(self.step_and_stage, self._enter, self._arrive, self._leave, self._clock)
+        await slot.take()
+        try:
+            with in_slot(slot):
+                return await call()
+        finally:
+            slot.close()
+
+    @contextmanager
+    def paused(self, is_retry: bool = True) -> Generator[None, None, None]:
+        """Let the deadline of the work in the slot move on during the block, which waits.
+
+        Args:
+            is_retry: the block waits for the next attempt; False where it waits for its turn.
+        """
+        self._pauses += 1
+        self.is_retrying = self.is_retrying or is_retry
+        if self._pauses == 1 and self.time_scope is not None:
+            self._left_seconds = self.time_scope.deadline - anyio.current_time()
+            self.time_scope.deadline = math.inf
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            self.is_retrying = self.is_retrying and self._pauses > 0
+            if not self._pauses and self.time_scope is not None:
+                self.time_scope.deadline = anyio.current_time() + self._left_seconds
+
+    def close(self) -> None:
+        """Give the slot back for good."""
+        self._is_closed = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self.is_held:
+            self.mark_arrived()
+            self.is_held = False
+            self._leave(self._taken_seconds)
+
+
+_slot: ContextVar[Slot | None] = ContextVar("flashevolve_slot", default=None)
+SLOT_SETTING = "flashevolve_slot"
+"""The setting of dspy's with the slot, for threads that have dspy's settings and no context of ours."""
+
+
+@contextmanager
+def in_slot(slot: Slot | None) -> Generator[None, None, None]:
+    """Make a slot the current one for the block; None for a block that is in none."""
+    token = _slot.set(slot)
+    try:
+        yield
+    finally:
+        _slot.reset(token)
+
+
+def current_slot() -> Slot | None:
+    """Return the slot in which this code runs, which threads and tasks of a request inherit; None outside of any."""
+    return _slot.get()
+
+
+@contextmanager
+def shielded() -> Generator[None, None, None]:
+    """Shield the block from cancellation, but end it where a request that it makes takes too long.
+
+    Raises:
+        TransientError: it was ended.
+    """
+    slot = current_slot()
+    with anyio.CancelScope(shield=True) as scope:
+        if slot is not None:
+            slot.shield_scope = scope
+        try:
+            yield
+        finally:
+            if slot is not None and not scope.cancel_called:  # else the thread that is left behind has to see it
+                slot.shield_scope = None
+    if scope.cancelled_caught:
+        raise TransientError("no answer in time to a request of the metric's", of_request=True)
+
+
 @dataclass(slots=True)
 class _Stage:
     """A stage's queue, over all of its lines."""
@@ -96,24 +366,20 @@ class _Endpoint:
     """The requests of one endpoint, or of a group that shares slots.
 
     Args:
-        measured_seconds: time up to which ``width_seconds`` is known.
         limit: slots that it may have; None for any number.
         room: slots whose requests may be on their way to it, since its limit a minute holds them up there; None for any
             number.
         busy: slots held.
         arriving: slots held by requests that have not reached it yet.
         was_full: a request waited for its limit since :meth:`Scheduler.take_pressure` was last called.
-        width_seconds: ``busy``, integrated over the time.
         lines: heap of waiting lines; entries whose priority is not their line's any more are skipped.
     """
 
-    measured_seconds: float
     limit: int | None = None
     room: int | None = None
     busy: int = 0
     arriving: int = 0
     was_full: bool = False
-    width_seconds: float = 0.0
     lines: list[tuple[Priority, int, _Line]] = field(default_factory=list["tuple[Priority, int, _Line]"])
 
     @property
@@ -123,11 +389,6 @@ class _Endpoint:
     @property
     def is_closed(self) -> bool:
         return self.is_full or (self.room is not None and self.arriving >= self.room)
-
-    def count(self, change: int, now: float) -> None:
-        self.width_seconds += self.busy * (now - self.measured_seconds)
-        self.measured_seconds = now
-        self.busy += change
 
 
 @dataclass(slots=True, eq=False)
@@ -273,7 +534,7 @@ class Scheduler:
         self._hand_on()
 
     def take_windows(self) -> dict[str, StageWindow]:
-        """Return what each stage did since this was last called, for :func:`~.stages.median_shares`."""
+        """Return what each stage did since this was last called, for :func:`median_shares`."""
         windows: dict[str, StageWindow] = {}
         for name, stage in self._stages.items():
             share = self._limit if stage.share is None else stage.share
@@ -288,20 +549,6 @@ class Scheduler:
         was_full, asked.was_full = asked.was_full or is_full, False
         return was_full
 
-    def busy_at(self, endpoint: str) -> int:
-        """Slots held now by requests of one endpoint."""
-        return self._endpoint(endpoint).busy
-
-    def waiting_at(self, endpoint: str) -> int:
-        """Requests of one endpoint that wait for a slot now."""
-        return sum(stage.waiting for stage in self._stages.values() if stage.endpoint is self._endpoints.get(endpoint))
-
-    def width_seconds(self, endpoint: str) -> float:
-        """Slots held by requests of one endpoint, integrated over the time so far."""
-        asked = self._endpoint(endpoint)
-        asked.count(0, self.clock())
-        return asked.width_seconds
-
     def statistics(self) -> SlotStatistics:
         """Return how the slots were used so far, from any thread; what is still held counts once it is given back."""
         stages = {
@@ -311,9 +558,7 @@ class Scheduler:
         return SlotStatistics(self._limit, self._peak, self._all_limit_seconds(), stages)
 
     def _endpoint(self, endpoint: str) -> _Endpoint:
-        if endpoint not in self._endpoints:
-            self._endpoints[endpoint] = _Endpoint(self.clock())
-        return self._endpoints[endpoint]
+        return self._endpoints.setdefault(endpoint, _Endpoint())
 
     def _line(self, stage: str, step: Requester) -> _Line:
         line = self._lines.get((stage, step.number))
@@ -362,7 +607,7 @@ class Scheduler:
         stage.running += 1
         self._busy += 1
         self._peak = max(self._peak, self._busy)
-        stage.endpoint.count(1, now)
+        stage.endpoint.busy += 1
         stage.endpoint.arriving += 1
 
     def _arrive(self, line: _Line) -> None:
@@ -381,7 +626,7 @@ class Scheduler:
         stage.served_seconds += now - since
         self._count_slots()
         self._busy -= 1
-        stage.endpoint.count(-1, now)
+        stage.endpoint.busy -= 1
         if line.waiting:
             self._push(line)
         self._forget(line)

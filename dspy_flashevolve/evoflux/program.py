@@ -19,8 +19,7 @@ from dspy.utils.exceptions import AdapterParseError
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.scheduler import Scheduler
-from dspy_flashevolve.engine.slot import current_slot, in_slot
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot, in_slot
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.evoflux.execution import EvofluxStats, Execution, Executor, World
 from dspy_flashevolve.evoflux.search import (

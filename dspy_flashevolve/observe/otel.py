@@ -24,7 +24,7 @@ from dspy_flashevolve.engine.events import (
     StepOpened,
 )
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.slot import SLOT_SETTING, current_slot
+from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot
 from dspy_flashevolve.engine.steps import EndKind
 
 NAME = "dspy_flashevolve"

@@ -27,7 +27,7 @@ from dspy_flashevolve.engine.events import (
 )
 from dspy_flashevolve.engine.loop import LoopClock
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.stages import StageVisit
+from dspy_flashevolve.engine.scheduler import StageVisit
 from dspy_flashevolve.engine.steps import EndKind
 from dspy_flashevolve.observe.statistics import REFLECTION_STAGES, AsyncStats, RunStats
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from dspy_flashevolve.engine.events import Committed, Integrated, LimitChanged
 from dspy_flashevolve.engine.run import Outcome
-from dspy_flashevolve.engine.stages import StageVisit
+from dspy_flashevolve.engine.scheduler import StageVisit
 
 T = TypeVar("T")
 PERFECT_MINIBATCH = "all scores of its minibatch are perfect"

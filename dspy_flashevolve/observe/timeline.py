@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.stages import StageVisit
+from dspy_flashevolve.engine.scheduler import StageVisit
 from dspy_flashevolve.observe.history import History, Request
 
 TraceEvent = dict[str, Any]

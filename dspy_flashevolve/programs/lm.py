@@ -14,7 +14,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import anyio
@@ -24,16 +23,12 @@ from dspy.primitives.module import Module
 from dspy.utils.exceptions import LMTimeoutError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
-from dspy_flashevolve.engine.endpoint import Endpoint
-from dspy_flashevolve.engine.endpoints import Endpoints
-from dspy_flashevolve.engine.learned_rates import Claim
+from dspy_flashevolve.engine.endpoints import Endpoint, Endpoints
 from dspy_flashevolve.engine.loop import LoopPortal
-from dspy_flashevolve.engine.rate_headers import limits_in_headers
-from dspy_flashevolve.engine.rates import RateLimit, TokenEstimate
+from dspy_flashevolve.engine.rates import RateLimit, TokenEstimate, limits_in_headers
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by
 from dspy_flashevolve.engine.retries import Responder, TrackedRequest
-from dspy_flashevolve.engine.slot import Slot, current_slot
-from dspy_flashevolve.programs.accounts import account_of, endpoint_of, limits_in_options
+from dspy_flashevolve.engine.scheduler import Slot, current_slot
 from dspy_flashevolve.programs.faults import (
     HollowReplyError,
     chain_of,
@@ -47,13 +42,10 @@ from dspy_flashevolve.programs.faults import (
 )
 from dspy_flashevolve.programs.paced_lm import PACED_BY, begin_pacing, end_pacing
 from dspy_flashevolve.programs.replies import ReplyInspection, inspecting_replies
-from dspy_flashevolve.programs.servers import BalancedLM, arguments_for
+from dspy_flashevolve.programs.servers import BalancedLM, account_of, arguments_for, endpoint_of, limits_in_options
 from dspy_flashevolve.programs.usage import CountLate, completion_tokens_of, slot_here, tokens_of
 
 T = TypeVar("T")
-PREFIX_CHARACTERS = 20_000
-"""Characters of a prompt's first message by which requests with a common prefix are told: some 5,000 tokens, more than
-an instruction has, so that candidates differ in them, and few enough to hash for each request."""
 REQUEST_SECONDS = 600.0
 """The longest that a request may take in all where its LM has no ``timeout``: the default of openai's client."""
 LATE_SECONDS = 0.5
@@ -70,7 +62,6 @@ class LanguageModels:
     Args:
         endpoints: of the run; get the signals.
         redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
-        folder: where runs on one key tell each other what they have sent; None for nowhere.
         once: each request is made once: whoever asked for the rollout asks again.
         count: takes what calls have used that were made in threads which know no run, of LMs that this run paces; None
             to count nothing of them.
@@ -80,12 +71,11 @@ class LanguageModels:
         self,
         endpoints: Endpoints,
         redaction: Redaction | None = None,
-        folder: Path | None = None,
         once: bool = False,
         count: CountLate | None = None,
     ) -> None:
         self.endpoints, self.redaction = endpoints, redaction or Redaction()
-        self.folder, self.once, self.count = folder, once, count
+        self.once, self.count = once, count
         self.portal: LoopPortal | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
 
@@ -150,17 +140,14 @@ class _Target:
     arguments: dict[str, Any]
 
 
-def _targets(models: LanguageModels, lm: Any, name: str) -> Iterator[_Target]:
-    of, folder = models.endpoints, models.folder
+def _targets(of: Endpoints, lm: Any, name: str) -> Iterator[_Target]:
     options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
     if not isinstance(lm, BalancedLM):
-        yield _Target(
-            of.endpoint(name), of.rate_limit(name, account_of(lm, name), folder), limits_in_options(options), {}
-        )
+        yield _Target(of.endpoint(name), of.rate_limit(name, account_of(lm, name)), limits_in_options(options), {})
         return
-    for endpoint, deployment in zip(of.replicas(name).members, lm.deployments, strict=True):
-        rate = of.rate_limit(endpoint.name, account_of(lm, endpoint.name, deployment.get("api_key")), folder)
-        yield _Target(endpoint, rate, limits_in_options({**options, **deployment}), arguments_for(deployment))
+    for server, deployment in zip(of.servers(name).members, lm.deployments, strict=True):
+        rate = of.rate_limit(server.name, account_of(lm, server.name, deployment.get("api_key")))
+        yield _Target(server, rate, limits_in_options({**options, **deployment}), arguments_for(deployment))
 
 
 class Pace:
@@ -174,9 +161,9 @@ class Pace:
     def __init__(self, models: LanguageModels, original: Any) -> None:
         self.models, self.original = models, original
         of, name = models.endpoints, endpoint_of(original)
-        self.replicas = of.replicas(name) if isinstance(original, BalancedLM) else None
-        self.responder: Responder = self.replicas or of.endpoint(name)
-        self.targets = {target.endpoint.name: target for target in _targets(models, original, name)}
+        self.servers = of.servers(name) if isinstance(original, BalancedLM) else None
+        self.responder: Responder = self.servers or of.endpoint(name)
+        self.targets = {target.endpoint.name: target for target in _targets(of, original, name)}
         for target in self.targets.values():
             portal = models.portal
             if portal is not None and portal.may_block():  # a copy that a program made in a thread
@@ -296,8 +283,7 @@ class _Request:
     def __init__(self, pace: Pace, call_arguments: object, slot: Slot | None, keeps: bool = False) -> None:
         self._pace, self._call_arguments, self._slot, self._keeps = pace, call_arguments, slot, keeps
         self._target, self._tracked = pace.first_target, TrackedRequest()
-        self._claim = Claim(0.0)
-        self._refused_by: set[RateLimit] = set()
+        self._estimate, self._characters, self._tokens = TokenEstimate(), 0, 0.0
         self._cache_arguments: dict[str, Any] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -308,9 +294,8 @@ class _Request:
 
     def may_go_at_once(self, now: float) -> bool:
         """Whether :meth:`begin` has nothing to choose or to wait for; a thread may ask."""
-        return (
-            self._pace.replicas is None and self._target.endpoint.paused_until <= now and not self._target.rate.is_known
-        )
+        target = self._target
+        return self._pace.servers is None and target.endpoint.paused_until <= now and not target.rate.is_known
 
     def estimate(self) -> None:
         """Estimate its tokens, by others of its stage and its characters, which are not counted without a limit."""
@@ -319,20 +304,16 @@ class _Request:
             "" if self._slot is None else self._slot.step_and_stage[1], TokenEstimate()
         )
         self._characters = sum(map(len, _texts(self._call_arguments))) if rate.is_known else 0
-        tokens = self._estimate.expected_tokens(self._characters, self._pace.max_written)
-        self._claim = Claim(tokens, rate in self._refused_by)
+        self._tokens = self._estimate.expected_tokens(self._characters, self._pace.max_written)
 
     async def begin(self) -> None:
         """Choose whom of several to ask, but not who has just turned it away, and wait until it may be sent."""
-        replicas = self._pace.replicas
-        if replicas is not None:
+        servers = self._pace.servers
+        if servers is not None:
             refuser = self._target.endpoint if self._tracked.failures else None
-            beginning = next(filter(None, _texts(self._call_arguments)), "")[
-                :PREFIX_CHARACTERS
-            ]  # where an instruction stands
-            self._target = self._pace.targets[replicas.choose(self._tracked, beginning, self._is_full, refuser).name]
+            self._target = self._pace.targets[servers.choose(self._tracked, self._is_full, refuser).name]
         self.estimate()
-        await self._target.endpoint.admit(self._slot, self._target.rate, self._claim, self._keeps)
+        await self._target.endpoint.admit(self._slot, self._target.rate, self._tokens, self._keeps)
 
     def _is_full(self, endpoint: Endpoint) -> bool:
         rate = self._pace.targets[endpoint.name].rate
@@ -340,7 +321,6 @@ class _Request:
 
     def send(self) -> None:
         """Record that it goes out now, and bound its time in a thread."""
-        self._target.rate.record_sent(self._claim)
         self._target.endpoint.record_sent(self._tracked)
         bound = _bound_of(self._slot) if self._keeps else None
         if bound is not None:
@@ -351,7 +331,6 @@ class _Request:
         if self._timer is not None:
             self._timer.cancel()
         self._target.endpoint.leave(self._tracked)
-        self._target.rate.leave(self._claim)
 
     async def wait_to_retry(self, error: Exception) -> bool:
         """Record an error of the request, and wait until it is made again; False where it is not.
@@ -360,32 +339,29 @@ class _Request:
         """
         if self._timer is not None:
             self._timer.cancel()
-        pace, sent, endpoint = self._pace, self._tracked, self._target.endpoint
+        self._target.endpoint.leave(self._tracked)
+        pace, sent, endpoint, rate = self._pace, self._tracked, self._target.endpoint, self._target.rate
         pace.models.redaction.redact_errors(chain_of(error))
-        retry_after = retry_after_of(error)
-        self._target.rate.record_reported_limits(limits_in_headers(headers_of_error(error)))
+        retries, retry_after = pace.models.endpoints.retries, retry_after_of(error)
+        rate.record_reported_limits(limits_in_headers(headers_of_error(error)))
         if pace.models.once:
             return False
         if may_repeat(error):
             pace.responder.record_failure(sent, str(error) or type(error).__name__, is_of_request(error))
         if is_refusal(error):
-            if not pace.models.endpoints.retries.is_hurried:  # then nothing is waited for
-                self._target.rate.record_refusal(
-                    self._claim, endpoint.capped_retry_after(retry_after), endpoint.is_isolated(sent)
-                )
-            self._refused_by.add(self._target.rate)
+            rate.record_refusal(retry_after)
             endpoint.record_refusal(sent, retry_after)
         elif is_timeout(error):
-            endpoint.record_timeout(sent)
+            endpoint.record_refusal(sent, None, "timed out")
+        elif may_repeat(error):
+            endpoint.record_no_reply(sent)
         if not may_repeat(error):
             return False
-        if not is_refusal(error):
-            endpoint.record_no_reply()
-        attempts = pace.original.num_retries + pace.models.endpoints.retries.policy.attempts
+        attempts = pace.original.num_retries + retries.policy.attempts
         if dspy.settings.send_stream is not None or not pace.responder.may_retry(sent, attempts):
             mark_asked(error, sent)
             return False
-        if pace.replicas is None or not pace.replicas.has_room:
+        if pace.servers is None or not pace.servers.has_room:
             await pace.responder.pause_before_retry(self._slot, sent, retry_after, self._keeps)
         self._cache_arguments = {"cache": False} if isinstance(error, HollowReplyError) else {}
         return True
@@ -394,10 +370,11 @@ class _Request:
         """Record its answer, which took so many seconds."""
         written, total, rate = completion_tokens_of(usage.usage_data), tokens_of(usage), self._target.rate
         if inspection.is_cached or not (written or seconds > CACHED_SECONDS):
-            rate.refund(self._claim)
+            rate.correct(-1.0, -self._tokens)
             return
-        self._target.endpoint.record_reply(self._tracked, written)
-        rate.settle(self._claim, total or None)
+        self._target.endpoint.record_reply(self._tracked)
+        if total:
+            rate.correct(0.0, total - self._tokens)
         rate.record_reported_limits(limits_in_headers(inspection.headers))
         if total and self._characters:
             self._estimate.record_usage(self._characters, total - written, written)

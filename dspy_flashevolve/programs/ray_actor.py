@@ -19,8 +19,7 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy_flashevolve.engine.errors import TransientError
 from dspy_flashevolve.engine.metric_calls import recording_rollout
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.slot import current_slot
-from dspy_flashevolve.programs.accounts import limits_folder
+from dspy_flashevolve.engine.scheduler import current_slot
 from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
@@ -102,7 +101,7 @@ class RolloutActor:
             dspy.configure_cache(**cache)
         self._run = EvolutionRun(name="rollouts", stages={"rollout": ["lm"]}, slots=slots)
         self._run.clock.attach()
-        self._models = LanguageModels(self._run.endpoints, self._run.redaction, limits_folder(), once=True)
+        self._models = LanguageModels(self._run.endpoints, self._run.redaction, once=True)
         self._models.attach(asyncio.get_running_loop())
         try:
             dspy.configure(**cloudpickle.loads(settings))

@@ -39,7 +39,7 @@ from dspy.clients.cache import Cache
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.usage_tracker import UsageTracker
 
-from dspy_flashevolve.engine.endpoint import Endpoint
+from dspy_flashevolve.engine.endpoints import Endpoint
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
 from dspy_flashevolve.engine.events import ActorLost
 from dspy_flashevolve.engine.metric_calls import record_metric_call, retract_metric_call
@@ -47,13 +47,13 @@ from dspy_flashevolve.engine.redaction import without_secrets
 from dspy_flashevolve.engine.retries import TrackedRequest
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.slot import SLOT_SETTING, current_slot
-from dspy_flashevolve.programs.accounts import endpoint_of
+from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot
 from dspy_flashevolve.programs.lm import CACHED_SECONDS
 from dspy_flashevolve.programs.mistakes import Failure
 from dspy_flashevolve.programs.program import Attempt, MakeRollout
 from dspy_flashevolve.programs.ray_actor import RolloutActor, RolloutAnswer, Signal
 from dspy_flashevolve.programs.records import RolloutRecords
+from dspy_flashevolve.programs.servers import endpoint_of
 from dspy_flashevolve.programs.usage import COUNTED_BY, completion_tokens_of
 
 logger = logging.getLogger(__name__)
@@ -354,11 +354,11 @@ class Actors:
         if answer.signal is Signal.REFUSED:
             endpoint.record_refusal(tracked, getattr(answer.error, "retry_after_seconds", None))
         elif answer.signal is Signal.LATE:
-            endpoint.record_timeout(tracked)
+            endpoint.record_refusal(tracked, None, "timed out")
         elif answer.attempt is not None:
             written = completion_tokens_of(answer.used)
             if written or anyio.current_time() - began > CACHED_SECONDS:
-                endpoint.record_reply(tracked, written)
+                endpoint.record_reply(tracked)
         return answer
 
     async def _call_actor(self, actor: _Actor, request: tuple[Any, ...]) -> RolloutAnswer:

@@ -28,7 +28,6 @@ from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.observe.progress import Display, Progress
 from dspy_flashevolve.observe.recorder import Recorder
 from dspy_flashevolve.observe.statistics import RunStats
-from dspy_flashevolve.programs.accounts import endpoint_of, limits_folder
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.lm import LanguageModels
@@ -39,7 +38,7 @@ from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.ray_rollouts import Actors
 from dspy_flashevolve.programs.records import ModuleReply, ProgramRecord, ReplyText
 from dspy_flashevolve.programs.replies import CutOffReplyError, recording_cut_off_replies
-from dspy_flashevolve.programs.servers import watchers
+from dspy_flashevolve.programs.servers import endpoint_of, watchers
 from dspy_flashevolve.programs.settings import RunSettings
 from dspy_flashevolve.programs.tools import ToolCalls
 from dspy_flashevolve.programs.usage import (
@@ -135,7 +134,7 @@ class DspyRun(EvolutionRun):
         )
         self.recorder = Recorder(self.clock)
         self.bus.subscribe(self.recorder)
-        self.models = LanguageModels(self.endpoints, self.redaction, limits_folder(), count=self._count_lm_call)
+        self.models = LanguageModels(self.endpoints, self.redaction, count=self._count_lm_call)
         self.pace(lm)
         self.actors = None if settings.rollouts is None else Actors(settings.rollouts, self, self.dspy_settings)
         """Where rollouts are made; None for this process."""

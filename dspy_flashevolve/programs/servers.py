@@ -1,10 +1,12 @@
-"""Servers that answer LM calls: one model on several of them as one LM, and how full a vLLM server is."""
+"""Servers that answer LM calls: one model on several of them as one LM, whose limits a call counts against, and how
+full a vLLM server is."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import logging
+import os
 import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,8 +19,10 @@ from dspy.clients.base_lm import BaseLM
 from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import is_retryable_lm_error
 
-from dspy_flashevolve.engine.endpoints import Endpoints
+from dspy_flashevolve.engine.endpoints import SERVER_SEPARATOR, Endpoints
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.rates import MAX_LIMIT, Unit
+from dspy_flashevolve.engine.redaction import without_secrets
 
 READ_SECONDS = 5.0
 """How long an answer of ``/metrics`` may take: httpx's own default."""
@@ -35,10 +39,10 @@ _TURNS = itertools.count()
 class BalancedLM(dspy.LM):
     """A ``dspy.LM`` that several servers answer.
 
-    Inside of a run each server has an adaptive limit of its own, and requests go where there is room; those that begin
-    alike prefer the same server, whose prefix cache knows them. One that refuses or fails is left out, and tried again
-    by one request at a time; the run goes on while one answers. Outside of a run the servers are asked in turn, and the
-    next one where one fails. dspy's cache has one entry for a request, whichever server has answered it.
+    Inside of a run each server has a limit of its own where limits adapt, and a request goes to the one that is
+    expected to answer it first. One that turns most requests away is left out, and tried again by one request at a
+    time; the run goes on while one answers. Outside of a run the servers are asked in turn, and the next one where one
+    fails. dspy's cache has one entry for a request, whichever server has answered it.
 
     Args:
         model: as for ``dspy.LM``; all servers have it under this name.
@@ -132,6 +136,59 @@ def _check(deployments: Sequence[Mapping[str, Any]]) -> None:
     places = [(deployment["api_base"].rstrip("/"), deployment.get("api_key")) for deployment in deployments]
     if len(set(places)) < len(places):
         raise ConfigurationError(f"api_base has an address twice: {[place for place, _ in places]}. Give each once.")
+
+
+def endpoint_of(lm: Any) -> str:
+    """Name the endpoint that answers an LM's requests: its address, else its provider.
+
+    >>> import dspy
+    >>> endpoint_of(dspy.LM("openai/gpt-5", api_base="http://localhost:8000/v1/"))
+    'http://localhost:8000/v1'
+    >>> endpoint_of(dspy.LM("anthropic/claude-haiku-4-5")), endpoint_of(dspy.LM("gpt-5"))
+    ('anthropic', 'openai')
+    """
+    if isinstance(lm, BalancedLM):
+        return SERVER_SEPARATOR.join(_names_of(lm))
+    options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
+    address = options.get("api_base") or options.get("base_url")
+    if address:
+        return without_secrets(str(address))
+    model = str(getattr(lm, "model", type(lm).__name__))
+    if "/" in model:
+        return model.split("/", 1)[0]
+    return "openai" if isinstance(getattr(lm, "_engine_spec", None), str) else model
+
+
+def _names_of(lm: BalancedLM) -> list[str]:
+    """Name the endpoints of one model; an address that is there with several keys is numbered."""
+    names: list[str] = []
+    for deployment in lm.deployments:
+        address = without_secrets(str(deployment["api_base"]))
+        same = sum(name.partition(" #")[0] == address for name in names)
+        names.append(f"{address} #{same + 1}" if same else address)
+    return names
+
+
+def limits_in_options(options: Mapping[str, Any]) -> dict[Unit, float]:
+    """Read the limits a minute among an LM's options, in litellm's words: ``rpm`` and ``tpm``."""
+    limits: dict[Unit, float] = {}
+    for unit, name in (("requests", "rpm"), ("tokens", "tpm")):
+        value = options.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_LIMIT:
+            limits[unit] = float(value)
+    return limits
+
+
+def account_of(lm: Any, endpoint: str, key: str | None = None) -> tuple[str, str, str]:
+    """Name the account whose limits an LM's requests count against: endpoint, model and key.
+
+    Args:
+        key: of the deployment; default: the LM's, else the one of its provider in the environment.
+    """
+    options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
+    model = str(getattr(lm, "model", type(lm).__name__))
+    key = key or str(options.get("api_key") or os.environ.get(f"{model.split('/', 1)[0].upper()}_API_KEY", ""))
+    return endpoint, model, key
 
 
 def gauges_in(text: str) -> tuple[float, float, float] | None:

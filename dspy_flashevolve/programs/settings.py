@@ -10,7 +10,7 @@ from dspy.primitives import Example, Module, Prediction
 
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
-from dspy_flashevolve.engine.stages import Workers
+from dspy_flashevolve.engine.scheduler import Workers
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 
 Schedule = Literal["async", "lockstep"]

@@ -26,7 +26,7 @@ from typing import Any, SupportsIndex
 import dspy
 from dspy.utils.usage_tracker import UsageTracker
 
-from dspy_flashevolve.engine.slot import SLOT_SETTING, Slot, current_slot
+from dspy_flashevolve.engine.scheduler import SLOT_SETTING, Slot, current_slot
 from dspy_flashevolve.programs.prices import rates_of
 
 Entry = dict[str, Any]

@@ -10,9 +10,7 @@ from typing import Any
 import anyio
 from anyio.lowlevel import checkpoint
 
-from dspy_flashevolve.engine.scheduler import Scheduler
-from dspy_flashevolve.engine.slot import current_slot
-from dspy_flashevolve.engine.stages import StageVisit
+from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, current_slot
 
 STAGES = ("rollout", "propose", "screen", "validate")
 

@@ -11,15 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.endpoint import BURST_REFUSALS, MAX_PAUSES
-from dspy_flashevolve.engine.endpoints import Endpoints
+from dspy_flashevolve.engine.endpoints import ENOUGH_ANSWERS, MAX_PAUSES, REFUSALS_IN_A_ROW, Endpoints, groups_of
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged
-from dspy_flashevolve.engine.groups import groups_of
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
-from dspy_flashevolve.engine.scheduler import Scheduler
-from dspy_flashevolve.engine.slot import current_slot
+from dspy_flashevolve.engine.retries import SILENT_FAILURES, RetryPolicy, TrackedRequest
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker
 from tests.engine.test_rollouts import now
@@ -42,6 +39,12 @@ class Bench:
             self.endpoints.endpoint(name).record_sent(sent)
             self.endpoints.endpoint(name).record_refusal(sent, retry_after)
 
+    def answer(self, name: str, times: int) -> None:
+        for _ in range(times):
+            sent = TrackedRequest()
+            self.endpoints.endpoint(name).record_sent(sent)
+            self.endpoints.endpoint(name).record_reply(sent)
+
     @property
     def pauses(self) -> list[tuple[str, float]]:
         return [(one.endpoint, one.pause_seconds) for one in self.events if isinstance(one, EndpointPaused)]
@@ -58,11 +61,11 @@ def test_stages_are_in_one_group_where_endpoints_connect_them(asked: dict[str, s
     assert groups == groups_of(dict(reversed(asked.items())))
 
 
-def test_a_burst_of_refusals_pauses_an_endpoint_and_no_other_and_a_longer_one_follows_without_an_answer() -> None:
+def test_refusals_in_a_row_pause_an_endpoint_and_no_other_and_longer_the_less_is_answered_in_between() -> None:
     bench = Bench()
 
     async def main() -> None:
-        bench.refuse("task", BURST_REFUSALS - 1)
+        bench.refuse("task", REFUSALS_IN_A_ROW - 1)
         assert bench.pauses == []
         bench.refuse("task", 3)
         assert bench.pauses == [("task", 8.0)]
@@ -70,24 +73,39 @@ def test_a_burst_of_refusals_pauses_an_endpoint_and_no_other_and_a_longer_one_fo
         assert now() == 0.0
         await bench.endpoints.endpoint("task").admit(None)
         assert 8.0 <= now() <= 9.0
-        for pause in (2.0, 4.0):
-            bench.refuse("task", BURST_REFUSALS, None)
+        for pause in (2.0, 4.0, 8.0, 8.0):
+            bench.refuse("task", REFUSALS_IN_A_ROW, None)
             assert bench.pauses[-1] == ("task", pause)
             await bench.endpoints.endpoint("task").admit(None)
-        bench.endpoints.endpoint("task").record_reply(TrackedRequest(), 1)
-        bench.refuse("task", BURST_REFUSALS, None)
+        bench.answer("task", ENOUGH_ANSWERS)
+        bench.refuse("task", REFUSALS_IN_A_ROW, None)
         assert bench.pauses[-1] == ("task", 1.0)
 
     run(main)
 
 
-def test_refusals_among_as_many_answers_pause_nothing() -> None:
+def test_refusals_that_others_sent_between_them_escape_pause_nothing() -> None:
     bench = Bench()
 
     async def main() -> None:
         for _ in range(20):
-            bench.endpoints.endpoint("task").record_reply(TrackedRequest(), 1)
-            bench.refuse("task", 1)
+            bench.answer("task", 1)
+            bench.refuse("task", REFUSALS_IN_A_ROW - 1)
+        assert bench.pauses == []
+
+    run(main)
+
+
+def test_refusals_that_come_back_sooner_than_the_answers_to_what_was_sent_between_them_pause_nothing() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        sent = [TrackedRequest() for _ in range(64)]
+        task = bench.endpoints.endpoint("task")
+        for request in sent:
+            task.record_sent(request)
+        for request in sent[::3]:
+            task.record_refusal(request, None)
         assert bench.pauses == []
 
     run(main)
@@ -100,7 +118,7 @@ def test_an_endpoint_that_refuses_some_while_it_is_at_work_on_others_is_not_said
     endpoint, at_work = bench.endpoints.endpoint("task"), TrackedRequest()
 
     def turn_away() -> None:
-        for _ in range(2):
+        for _ in range(SILENT_FAILURES):
             sent = TrackedRequest()
             endpoint.record_sent(sent)
             endpoint.record_failure(sent, "429")
@@ -109,7 +127,7 @@ def test_an_endpoint_that_refuses_some_while_it_is_at_work_on_others_is_not_said
         endpoint.record_sent(at_work)
         turn_away()
         assert "does not answer" not in caplog.text
-        endpoint.record_reply(at_work, 1)
+        endpoint.record_reply(at_work)
         turn_away()
         assert "task does not answer (429)" in caplog.text
 
@@ -124,7 +142,7 @@ def test_an_endpoint_that_refuses_and_leaves_requests_hanging_is_said_to_be_sile
 
     async def main() -> None:
         endpoint.record_sent(TrackedRequest())
-        for seconds in (0, 9, 2):
+        for seconds in (0, 3, 3, 3, 2):
             assert "does not answer" not in caplog.text
             await anyio.sleep(seconds)
             sent = TrackedRequest()
@@ -180,7 +198,7 @@ def test_a_request_that_waits_for_the_end_of_a_pause_holds_no_slot_and_is_sent_a
 
     async def always_refusing() -> None:
         for _ in range(2 * MAX_PAUSES):
-            bench.refuse("task", BURST_REFUSALS)
+            bench.refuse("task", REFUSALS_IN_A_ROW)
             await anyio.sleep(8.0)
 
     async def main() -> None:
@@ -206,7 +224,7 @@ def test_each_group_has_a_limit_of_its_own_and_every_change_is_told() -> None:
             sent = TrackedRequest()
             bench.endpoints.endpoint("judge").record_sent(sent)
             await anyio.sleep(1.0)
-            bench.endpoints.endpoint("judge").record_reply(sent, 100)
+            bench.endpoints.endpoint("judge").record_reply(sent)
 
         async with anyio.create_task_group() as group:
             for number in range(12):
@@ -219,18 +237,9 @@ def test_each_group_has_a_limit_of_its_own_and_every_change_is_told() -> None:
     assert bench.endpoints.limits["reflection"].limit == 2
 
 
-def test_whole_rollouts_are_heard_only_where_their_lm_calls_are_not() -> None:
-    endpoints = Bench(8, Bounds(start=8, high=8)).endpoints
-    assert endpoints.rollout_limit("propose") is endpoints.limits["reflection"]
-    assert endpoints.rollout_limit("rollout") is endpoints.limits["judge + task"]
-    endpoints.endpoint("task").record_sent(TrackedRequest())
-    assert endpoints.rollout_limit("rollout") is None
-
-
 def test_an_endpoint_that_no_stage_names_has_no_limit() -> None:
     bench = Bench(8, Bounds(start=1))
     assert bench.endpoints.names == ["judge", "reflection", "task"]
-    assert bench.endpoints.group_of("of a module's own") == "of a module's own"
     bench.endpoints.endpoint("of a module's own").record_refusal(TrackedRequest(), None)
 
 

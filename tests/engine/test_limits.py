@@ -1,12 +1,11 @@
-"""Adaptive limits: the decisions, what no sequence of signals may do, and closed loops on both simulated profiles."""
+"""Adaptive limits: when they grow and shrink, and closed loops on both simulated profiles."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,262 +14,105 @@ from hypothesis import strategies as st
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged
-from dspy_flashevolve.engine.limits import (
-    SAMPLES,
-    AdaptiveLimit,
-    Bounds,
-    Gauge,
-    Level,
-    State,
-    Throughput,
-    Window,
-    after_refusals,
-    decide,
-    elasticity,
-)
+from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
-from dspy_flashevolve.engine.scheduler import Scheduler
-from dspy_flashevolve.engine.slot import current_slot
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.driver import BatchDriver
 from dspy_flashevolve.sim.profiles import PROFILES
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker
 
-RULES = Bounds(start=8, high=256)
-BUSY = Window(seconds=10.0, finished=3, pressed=True)
 
+class Bench:
+    """A limit, its clock, and whether it binds."""
 
-def limit_after(state: State, window: Window, rules: Bounds = RULES) -> int:
-    return decide(rules, state, window)[0].limit
+    def __init__(self, start: int, high: int = 256) -> None:
+        self.now, self.binds = 0.0, True
+        self.changes: list[tuple[int, int, str]] = []
+        self.limit = AdaptiveLimit(
+            Bounds(start, high), lambda: self.now, lambda: self.binds, lambda *change: self.changes.append(change)
+        )
 
-
-# Decisions
+    def answers(self, count: int, seconds: float = 1.0) -> int:
+        """So many answers, the last of them after that time; the limit then."""
+        for _ in range(count - 1):
+            self.limit.record_answer()
+        self.now += seconds
+        self.limit.record_answer()
+        return self.limit.limit
 
 
 def test_before_the_first_sign_of_saturation_every_answer_adds_slots_but_a_window_at_most_doubles() -> None:
-    assert limit_after(State(40), BUSY) == 46
-    assert limit_after(State(4), BUSY) == 8
+    assert Bench(40).answers(3) == 46
+    assert Bench(4).answers(3) == 8
 
 
-def test_after_it_one_slot_is_added_at_a_time_and_not_too_often() -> None:
-    steady = State(40, starting=False, ceiling=100, grown_seconds=9.5)
-    assert limit_after(steady, BUSY) == 40
-    assert limit_after(steady, replace(BUSY, seconds=10.6)) == 41
+def test_after_a_cut_one_slot_is_added_at_a_time_and_not_before_the_ceiling_is_old() -> None:
+    bench = Bench(101)
+    bench.limit.cut(100, "refused")
+    assert bench.limit.limit == 95
+    assert bench.answers(50, seconds=50.0) == 95
+    assert [bench.answers(5, seconds=11.0), bench.answers(5, seconds=0.5), bench.answers(5)] == [96, 96, 97]
 
 
-@pytest.mark.parametrize(
-    "window",
-    [
-        replace(BUSY, pressed=False),
-        replace(BUSY, finished=0),
-        replace(BUSY, gauges=(Gauge(9.0, waiting=1, running=8, cache_use=0.1),)),
-        replace(BUSY, gauges=(Gauge(9.0, waiting=0, running=8, cache_use=0.95),)),
-    ],
-    ids=["it does not bind", "no news", "requests wait in the server", "its cache is full"],
-)
-def test_it_does_not_grow_when(window: Window) -> None:
-    assert limit_after(State(8), window) == 8
+@pytest.mark.parametrize(("in_flight", "limit"), [(110, 104), (100, 95), (50, 52), (0, 52)])
+def test_a_cut_leaves_what_the_endpoint_works_on_and_takes_half_at_most(in_flight: int, limit: int) -> None:
+    bench = Bench(110)
+    bench.limit.cut(in_flight, "refused")
+    assert bench.changes == [(110, limit, "refused")]
 
 
-def test_it_does_not_grow_before_the_provider_wants_to_be_asked_again() -> None:
-    held = after_refusals(RULES, State(64), 9.0, width=64, refused=1, retry_after_seconds=5.0)
-    assert limit_after(replace(held, starting=True, ceiling=None), BUSY) == held.limit
+def test_what_does_not_bind_does_not_grow() -> None:
+    bench = Bench(8)
+    bench.binds = False
+    assert bench.answers(5) == 8
 
 
-def test_a_gauge_with_room_lets_it_grow_before_anything_has_ended() -> None:
-    gauge = Gauge(9.9, waiting=0, running=20, cache_use=0.2)
-    assert limit_after(State(20), replace(BUSY, finished=0, gauges=(gauge,))) == 30
+def test_a_gauge_with_room_lets_it_grow_before_anything_has_ended_and_one_without_keeps_it() -> None:
+    bench = Bench(20)
+    bench.now = 1.0
+    bench.limit.record_gauge(waiting=0, running=20, cache_use=0.2)
+    assert bench.limit.limit == 30
+    for waiting, cache_use in ((1, 0.1), (0, 0.95)):
+        bench.limit.record_gauge(waiting, 8, cache_use)
+        assert bench.answers(5) == 30
+    assert bench.answers(5, seconds=6.0) > 30, "the gauges are too old"
 
 
 def test_it_shrinks_to_what_runs_when_many_wait_in_the_server_twice_in_a_row() -> None:
-    crowded = Gauge(9.0, waiting=60, running=100, cache_use=0.5)
-    assert limit_after(State(160), replace(BUSY, gauges=(crowded,))) == 160
-    state, reason = decide(RULES, State(160), replace(BUSY, gauges=(crowded, replace(crowded, seconds=10.0))))
-    assert (state.limit, reason) == (100, "requests wait in the server")
-    assert limit_after(state, replace(BUSY, seconds=12.0)) == 100
+    bench = Bench(160)
+    for limit in (160, 100):
+        bench.now += 1.0
+        bench.limit.record_gauge(waiting=60, running=100, cache_use=0.5)
+        assert bench.limit.limit == limit
+    assert bench.changes == [(160, 100, "requests wait in the server")]
 
 
-def test_it_goes_back_to_between_the_levels_when_more_requests_bring_nothing() -> None:
-    flat = Level(64.0, 100.0), Level(100.0, 64.5)
-    state, reason = decide(RULES, State(120), replace(BUSY, levels=flat))
-    assert (state.limit, reason) == (80, "throughput stopped growing")
-    still = Level(64.0, 100.0), Level(100.0, 80.0)
-    assert limit_after(State(120), replace(BUSY, levels=still)) > 120
-
-
-def test_a_ceiling_is_kept_at_a_distance_and_tried_again_slot_by_slot_when_it_is_old() -> None:
-    state = after_refusals(RULES, State(101), 0.0, width=101, refused=1)
-    assert (state.ceiling, state.limit) == (100, 95)
-    assert limit_after(state, replace(BUSY, seconds=50.0)) == 95
-    state, _ = decide(RULES, state, replace(BUSY, seconds=61.0))
-    assert state.limit == 96
-    for seconds in range(62, 80):
-        state, _ = decide(RULES, state, replace(BUSY, seconds=float(seconds)))
-    assert state.limit == 114
-    assert state.ceiling is None
-
-
-def test_a_burst_costs_what_was_refused_and_never_more_than_half() -> None:
-    limits = [after_refusals(RULES, State(110), 0.0, width=110, refused=n).limit for n in (1, 10, 60, 110)]
-    assert limits == [103, 95, 52, 52]
-
-
-@pytest.mark.parametrize("wrong", [{"low": 0}, {"low": 9}, {"start": 300}, {"high": 7}])
-def test_bounds_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigurationError, match="expected 1 <= low <= start <= high"):
-        Bounds(**{"start": 8, "high": 256, **wrong})
-
-
-# Throughput
-
-
-def test_elasticity_is_the_share_of_width_that_became_throughput() -> None:
-    assert elasticity(Level(8, 100), Level(16, 75)) == pytest.approx(0.585, abs=0.001)
-    assert elasticity(Level(8, 100), Level(16, 40)) < 0
-
-
-def test_requests_with_much_company_are_compared_with_those_with_less() -> None:
-    seen = Throughput()
-    for _ in range(SAMPLES):
-        seen.add(width=4, seconds=2.0, tokens=200)
-    assert seen.compared() is None
-    for _ in range(SAMPLES):
-        seen.add(width=8, seconds=4.0, tokens=200)
-    assert seen.compared() == (Level(4, 100.0), Level(8, 50.0))
-    assert seen.compared() is None
-
-
-def test_a_wide_level_waits_for_requests_that_are_not_the_shortest() -> None:
-    seen = Throughput()
-    for _ in range(SAMPLES):
-        seen.add(width=4, seconds=2.0, tokens=200)
-    for _ in range(99):
-        seen.add(width=200, seconds=1.0, tokens=10)
-    assert seen.compared() is None
-    seen.add(width=200, seconds=1.0, tokens=10)
-    assert seen.compared() is not None
-
-
-# The machine
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.mark.parametrize(("start", "high"), [(0, 8), (9, 8)])
+def test_bounds_that_cannot_be_are_refused(start: int, high: int) -> None:
+    with pytest.raises(ConfigurationError, match="expected 1 <= start <= high"):
+        Bounds(start, high)
 
 
 SIGNALS = st.one_of(
-    st.tuples(st.just("finished"), st.floats(0, 20), st.integers(0, 2000)),
-    st.tuples(st.just("refused"), st.none() | st.floats(0, 30), st.floats(0, 5)),
-    st.tuples(st.just("timed_out"), st.floats(0, 5), st.integers(0, 300)),
-    st.tuples(st.just("gauge"), st.integers(0, 300), st.integers(0, 300), st.floats(0, 1)),
+    st.tuples(st.just("answer")),
+    st.tuples(st.just("cut"), st.integers(0, 500)),
+    st.tuples(st.just("gauge"), st.floats(0, 1000), st.floats(0, 1000), st.floats(0, 2)),
 )
 
 
-def give(limiter: AdaptiveLimit, clock: Clock, signal: Any) -> None:
-    match signal:
-        case ("finished", seconds, tokens):
-            limiter.record_answer(seconds, tokens)
-        case ("refused", retry_after, age):
-            limiter.record_refusal(retry_after, clock.now - age, busy=limiter.limit)
-        case ("timed_out", age, busy):
-            limiter.record_timeout(clock.now - age, busy=busy)
-        case ("gauge", waiting, running, cache_use):
-            limiter.record_gauge(waiting, running, cache_use)
-
-
-@given(
-    st.integers(1, 4),
-    st.integers(0, 40),
-    st.integers(0, 200),
-    st.lists(st.tuples(st.floats(0, 90), SIGNALS, st.booleans()), max_size=60),
-)
-def test_no_signals_drive_it_out_of_its_bounds(low: int, more: int, most: int, steps: list[Any]) -> None:
-    clock, pressed = Clock(), False
-    rules = Bounds(start=low + more, low=low, high=low + more + most)
-    told: list[tuple[int, int, str]] = []
-    limiter = AdaptiveLimit(rules, clock, lambda: pressed, lambda *change: told.append(change))
-    for wait, signal, pressed in steps:  # noqa: B007  # read by the limiter
-        clock.now += wait
-        before = limiter.limit
-        give(limiter, clock, signal)
-        assert rules.low <= limiter.limit <= rules.high
-        assert limiter.limit <= 2 * before + 1
-    assert all(before != after for before, after, _ in told)
-    assert [after for _, after, _ in told[:-1]] == [before for before, _, _ in told[1:]]
-
-
-@given(st.lists(st.tuples(st.floats(0, 90), SIGNALS), max_size=60))
-def test_nothing_grows_on_stale_signals(steps: list[Any]) -> None:
-    """No answer, no fresh gauge: whatever else is heard, and however much it binds."""
-    clock = Clock()
-    limiter = AdaptiveLimit(RULES, clock, lambda: True)
-    for wait, signal in steps:
-        if signal[0] in ("finished", "gauge"):
-            continue
-        clock.now += wait
-        before = limiter.limit
-        give(limiter, clock, signal)
-        assert limiter.limit <= before
-
-
-def test_a_gauge_that_has_grown_old_is_ignored() -> None:
-    clock = Clock()
-    limiter = AdaptiveLimit(RULES, clock, lambda: True)
-    limiter.record_gauge(waiting=0, running=8, cache_use=0.99)
-    clock.now = 1.0
-    limiter.record_answer(1.0, 100)
-    assert limiter.limit == 8, "the cache is full"
-    clock.now = 7.0
-    limiter.record_answer(1.0, 100)
-    assert limiter.limit == 10, "that was seven seconds ago"
-
-
-def test_refusals_of_what_was_sent_before_the_cut_belong_to_its_burst() -> None:
-    clock = Clock()
-    limiter = AdaptiveLimit(Bounds(start=110), clock, lambda: True)
-    clock.now = 5.0
-    for _ in range(10):
-        limiter.record_refusal(1.0, sent_seconds=4.9, busy=110)
-        clock.now += 0.01
-    assert limiter.limit == 95
-    limiter.record_refusal(1.0, sent_seconds=5.05, busy=95)
-    assert limiter.limit == 89, "sent since: this limit was too high as well"
-
-
-def test_timeouts_cut_once_a_burst() -> None:
-    clock = Clock()
-    limiter = AdaptiveLimit(Bounds(start=100), clock, lambda: True)
-    clock.now = 60.0
-    for _ in range(30):
-        limiter.record_timeout(sent_seconds=0.0, busy=100)
-    assert limiter.limit == 71
-
-
-@pytest.mark.long
-@given(st.integers(4, 200), st.integers(0, 2**16))
-def test_it_settles_under_a_stationary_load(capacity: int, seed: int) -> None:
-    """An endpoint that refuses what is above its capacity, and answers in about 4 s."""
-    clock, draw = Clock(), random.Random(seed)
-    limiter = AdaptiveLimit(RULES, clock, lambda: True)
-    in_flight, seen = list[tuple[float, float]](), list[int]()  # (ends, began)
-    for step in range(2400):
-        clock.now = step / 20
-        for ends, began in [one for one in in_flight if one[0] <= clock.now]:
-            in_flight.remove((ends, began))
-            limiter.record_answer(ends - began, 100, width=len(in_flight) + 1)
-        while len(in_flight) < limiter.limit:
-            if len(in_flight) >= capacity:
-                limiter.record_refusal(1.0, clock.now, busy=len(in_flight) + 1)
-                break
-            in_flight.append((clock.now + draw.uniform(2, 6), clock.now))
-        seen.append(limiter.limit)
-    late = sorted(seen[1200:])
-    assert 0.85 * capacity - 1 <= late[len(late) // 20]
-    assert late[-1] <= capacity + 2
+@given(st.integers(1, 40), st.integers(0, 60), st.lists(st.tuples(st.floats(0, 90), SIGNALS)))
+def test_no_signals_drive_it_out_of_its_bounds(
+    start: int, more: int, signals: list[tuple[float, tuple[object, ...]]]
+) -> None:
+    bench = Bench(start, start + more)
+    for seconds, (name, *values) in signals:
+        bench.now += seconds
+        if name == "cut":
+            bench.limit.cut(*values, "refused")  # type: ignore[misc,arg-type]
+        else:
+            getattr(bench.limit, f"record_{name}")(*values)
+        assert 1 <= bench.limit.limit <= start + more
 
 
 # Closed loops: requests without end, through slots and endpoint, to a simulated backend in virtual time
@@ -303,7 +145,7 @@ class Loop:
             await self.endpoint.admit(slot)
             self.endpoint.record_sent(sent)
             if await self.answered(tokens):
-                self.endpoint.record_reply(sent, tokens)
+                self.endpoint.record_reply(sent)
                 return
             self.endpoint.record_refusal(sent, self.profile.retry_after_seconds)
             self.endpoint.record_failure(sent, "429")

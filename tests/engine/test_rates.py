@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -16,13 +14,9 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.events import EventBus
-from dspy_flashevolve.engine.learned_rates import BURST_REFUSALS, Claim
-from dspy_flashevolve.engine.rate_headers import ReportedLimit, limits_in_headers
-from dspy_flashevolve.engine.rates import RateLimit, TokenEstimate
-from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
-from dspy_flashevolve.engine.scheduler import Scheduler
-from dspy_flashevolve.engine.shared_rates import SharedTimes, times_in
-from dspy_flashevolve.engine.slot import current_slot
+from dspy_flashevolve.engine.rates import RateLimit, ReportedLimit, TokenEstimate
+from dspy_flashevolve.engine.retries import RetryPolicy
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.quota import Counting, Quota, QuotaCounter
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker
@@ -55,10 +49,9 @@ class Provider:
 
 
 async def ask(limit: RateLimit, provider: Provider, tokens: int, guess: float, told: bool = False) -> None:
-    claim = Claim(guess)
-    await limit.admit(claim, anyio.sleep)
+    await limit.admit(guess, anyio.sleep)
     await provider.answer(tokens)
-    limit.settle(claim, tokens)
+    limit.correct(0.0, tokens - guess)
     if told:
         limit.record_reported_limits(provider.heard())
 
@@ -154,15 +147,31 @@ def test_a_provider_says_less_than_the_user_or_the_user_less_than_the_provider()
     run(main)
 
 
-def test_what_was_sent_before_a_limit_was_known_counts_too() -> None:
+def test_a_refusal_of_which_the_headers_say_that_nothing_is_left_holds_up_all_and_any_other_none() -> None:
     async def main() -> None:
         limit = known()
-        for _ in range(20):
-            await limit.admit(Claim(1.0), anyio.sleep)
+        limit.record_refusal(20.0)
+        limit.record_reported_limits({"requests": ReportedLimit(60, 1, 30.0)})
+        limit.record_refusal(20.0)
+        await limit.admit(1.0, anyio.sleep)
         assert now() == 0.0
-        limit.record_reported_limits({"requests": ReportedLimit(60)})
-        await limit.admit(Claim(1.0), anyio.sleep)
-        assert 15.0 < now() < 21.0
+        limit.record_reported_limits({"requests": ReportedLimit(60, 0, 30.0)})
+        limit.record_refusal(20.0)
+        await limit.admit(1.0, anyio.sleep)
+        assert 19.0 < now() < 21.0
+        await limit.admit(1.0, anyio.sleep)
+        assert now() < 23.0, "what was reported of that moment is over"
+
+    run(main)
+
+
+def test_two_runs_on_a_key_share_what_its_headers_say_is_left() -> None:
+    async def main() -> None:
+        provider, limits = Provider(Quota(600, 10**9)), [known(), known()]
+        both = [worker for limit in limits for worker in workers(limit, provider, [1], told=True)]
+        await for_minutes(4, *both)
+        assert provider.refused <= 0.02 * len(provider.taken)
+        assert len(provider.taken) >= 0.9 * 2400
 
     run(main)
 
@@ -171,12 +180,11 @@ def test_without_a_limit_nothing_waits_and_answers_of_a_cache_use_nothing_up() -
     async def main() -> None:
         free = RateLimit(now)
         for _ in range(1000):
-            await free.admit(Claim(1e6), anyio.sleep)
+            await free.admit(1e6, anyio.sleep)
         limit = known(requests=6, tokens=1000)
         for _ in range(1000):
-            claim = Claim(10)
-            await limit.admit(claim, anyio.sleep)
-            limit.refund(claim)
+            await limit.admit(10, anyio.sleep)
+            limit.correct(-1.0, -10)
         assert now() < 10.0
 
     run(main)
@@ -186,7 +194,7 @@ def test_a_request_that_costs_more_than_a_minute_holds_up_others_for_a_minute() 
     async def main() -> None:
         limit = known(tokens=1000)
         for _ in range(2):
-            await limit.admit(Claim(1e9), anyio.sleep)
+            await limit.admit(1e9, anyio.sleep)
         assert 60.0 < now() < 63.0
 
     run(main)
@@ -203,7 +211,7 @@ def test_what_cannot_be_sent_yet_waits_for_a_slot_in_the_runs_order() -> None:
         limit.add_user_limits({"requests": 60})
 
         async def request(number: int) -> None:
-            await endpoints.endpoint("api").admit(current_slot(), limit, Claim(1.0))
+            await endpoints.endpoint("api").admit(current_slot(), limit, 1.0)
             order.append(number)
 
         async with anyio.create_task_group() as group:
@@ -227,269 +235,6 @@ def test_a_program_that_ends_without_a_request_leaves_room_for_the_next() -> Non
             await scheduler.run("rollout", Asker(number), anyio.lowlevel.checkpoint)
 
     run(main)
-
-
-# A limit that is learned from refusals
-
-
-class Customer:
-    """Sends requests as a run does: through an endpoint, again after a refusal, with 64 slots.
-
-    Args:
-        refuses: seconds until the provider would take a request of which it refuses the first try; None where it takes
-            it. It is told the time and how many requests are under way at the provider.
-        headers: what its refusals say of its limits.
-        retry_after: what its refusals say of when to come back, by how long they would wait.
-    """
-
-    def __init__(
-        self,
-        refuses: Callable[[float, int], float | None],
-        headers: Callable[[], dict[str, str]] = dict,
-        retry_after: Callable[[float], float | None] = lambda wait: None,
-    ) -> None:
-        self._refuses, self._headers, self._retry_after = refuses, headers, retry_after
-        self._scheduler = Scheduler(64, ["rollout"], {"rollout": "api"}, now)
-        asked = {"rollout": ["api"]}
-        endpoints = Endpoints(asked, None, self._scheduler, EventBus(), now, RetryPolicy(), random.Random(0))
-        self._api, self._limit = endpoints.endpoint("api"), endpoints.rate_limit("api", "account")
-        self._at_provider, self._draws = 0, random.Random(0)
-        self.sent, self.refused = list[float](), list[float]()
-
-    async def ask(self, requests: int) -> None:
-        async with anyio.create_task_group() as group:
-            for number in range(requests):
-                group.start_soon(self._scheduler.run, "rollout", Asker(number), self._until_answered)
-
-    async def _until_answered(self) -> None:
-        sent = TrackedRequest()
-        while True:
-            claim = Claim(1.0, was_refused=sent.failures > 0)
-            await self._api.admit(current_slot(), self._limit, claim)
-            self._api.record_sent(sent)
-            told = await self._once(claim, sent)
-            self._api.leave(sent)
-            self._limit.leave(claim)
-            if told is None:
-                return
-            await self._api.pause_before_retry(current_slot(), sent, told[0])
-
-    async def _once(self, claim: Claim, sent: TrackedRequest) -> tuple[float | None] | None:
-        """Send a request; gives what a refusal says of when to come back."""
-        self.sent.append(now())
-        wait = self._refuses(now(), self._at_provider)
-        if wait is None:
-            self._at_provider += 1
-            await anyio.sleep(self._draws.uniform(0.5, 1.5))
-            self._at_provider -= 1
-            self._api.record_reply(sent, 1)
-            self._limit.settle(claim, 1)
-            return None
-        self.refused.append(now())
-        await anyio.sleep(0.05)
-        told = self._retry_after(wait)
-        self._limit.record_reported_limits(limits_in_headers(self._headers()))
-        self._api.record_failure(sent, "429")
-        self._limit.record_refusal(claim, told, self._api.is_isolated(sent))
-        self._api.record_refusal(sent, told)
-        return (told,)
-
-    @property
-    def longest_silence(self) -> float:
-        """Seconds between two requests in a row."""
-        return max(later - earlier for earlier, later in zip(self.sent, self.sent[1:], strict=False))
-
-
-def customer_of(quota: Quota, retry_after: Callable[[float], float | None]) -> Customer:
-    counter = QuotaCounter(quota)
-    return Customer(lambda seconds, _: counter.admit(seconds, 1), lambda: counter.headers(now()), retry_after)
-
-
-def in_a_second(wait: float) -> float:
-    return 1.0
-
-
-def says_nothing(wait: float) -> None:
-    return None
-
-
-@pytest.mark.parametrize("retry_after", [in_a_second, says_nothing])
-@pytest.mark.parametrize("sends_headers", [False, True])
-@pytest.mark.parametrize("holds_seconds", [2.0, 60.0])
-def test_after_a_refusal_requests_go_on_at_the_pace_at_which_a_bucket_is_refilled(
-    retry_after: Callable[[float], float | None], sends_headers: bool, holds_seconds: float
-) -> None:
-    async def main() -> None:
-        customer = customer_of(Quota(600, 10**9, sends_headers=sends_headers, holds_seconds=holds_seconds), retry_after)
-        await customer.ask(1500)
-        assert customer.longest_silence < 2.5
-        assert now() < (150 - holds_seconds) / 0.9
-        first_slots = 64 - 600 * holds_seconds / 60  # what is sent before the first refusal has come back
-        assert len(customer.refused) <= max(0, first_slots) + 0.05 * 1500
-
-    run(main)
-
-
-@pytest.mark.parametrize("counting", ["fixed", "sliding"])
-@pytest.mark.parametrize("sends_headers", [False, True])
-def test_a_window_that_is_used_up_is_asked_seldom_and_at_once_when_it_opens_again(
-    counting: Counting, sends_headers: bool
-) -> None:
-    async def main() -> None:
-        customer = customer_of(Quota(600, 10**9, counting, sends_headers), in_a_second)
-        await customer.ask(1500)
-        assert customer.longest_silence < 6.0
-        assert now() < 150 / 0.9
-        assert len(customer.refused) <= 0.05 * 1500
-
-    run(main)
-
-
-def test_nothing_is_sent_for_the_rest_of_a_window_of_which_the_headers_say_that_it_is_used_up() -> None:
-    async def main() -> None:
-        customer = customer_of(Quota(600, 10**9, "fixed"), says_nothing)
-        await customer.ask(900)
-        assert len(customer.refused) <= 0.005 * 900 + 1
-        assert now() < 90 / 0.9
-
-    run(main)
-
-
-def test_a_pace_that_was_learned_far_too_low_is_doubled_again_and_again_within_minutes() -> None:
-    """Who says an hour and takes requests after two seconds: after the wait of a minute 2 or 3 a minute look right."""
-
-    async def main() -> None:
-        customer = Customer(
-            lambda seconds, at_once: 3600.0 if seconds < 2 and at_once >= 2 else None, dict, lambda w: w
-        )
-        await customer.ask(300)
-        assert now() < 40 * 60
-
-    run(main)
-
-
-@pytest.mark.long
-def test_a_provider_that_takes_so_many_requests_at_once_is_not_paced_by_the_minute() -> None:
-    async def main() -> None:
-        customer = Customer(lambda _, at_once: 1.0 if at_once >= 24 else None, retry_after=in_a_second)
-        await customer.ask(1500)
-        assert now() < 1500 / 24 / 0.65  # places stay free while who was refused waits the second that it was told
-
-    run(main)
-
-
-def test_requests_that_are_told_to_wait_for_an_hour_while_others_are_answered_hold_up_no_other() -> None:
-    async def main() -> None:
-        limit = RateLimit(now)
-        for number in range(100):
-            claim = Claim(1.0, was_refused=number == 90)
-            await limit.admit(claim, anyio.sleep)
-            if number % 3 == 0:
-                limit.record_refusal(claim, 3600.0, is_isolated=claim.was_refused)
-            else:
-                limit.settle(claim, 1.0)
-        assert now() == 0.0
-
-    run(main)
-
-
-def test_refusals_of_most_that_is_sent_hold_up_all_until_some_of_them_prove_to_be_of_single_requests() -> None:
-    async def main() -> None:
-        limit = RateLimit(now)
-        for _ in range(BURST_REFUSALS):
-            claim = Claim(1.0)
-            await limit.admit(claim, anyio.sleep)
-            limit.record_refusal(claim, 10.0)
-        await limit.admit(Claim(1.0), anyio.sleep)
-        assert now() == 10.0
-        for _ in range(BURST_REFUSALS):
-            limit.record_refusal(Claim(1.0, was_refused=True), 10.0, is_isolated=True)
-        assert not limit.is_known
-
-    run(main)
-
-
-# A file that several runs share
-
-
-def shared(path: Path) -> RateLimit:
-    limit = RateLimit(now, lambda: SharedTimes(path, lambda: 1e9 + now()))
-    limit.add_user_limits({"requests": 600, "tokens": 200_000})
-    return limit
-
-
-@pytest.mark.parametrize("counting", COUNTINGS)
-def test_two_runs_on_one_key_stay_below_its_limit_together_and_share_it(counting: Counting, tmp_path: Path) -> None:
-    async def main() -> None:
-        provider = Provider(Quota(600, 200_000, counting))
-        limits = [shared(tmp_path / "limits" / "key") for _ in range(2)]
-        sent = [0, 0]
-
-        async def work(which: int) -> None:
-            while True:
-                await ask(limits[which], provider, 200, 200)
-                sent[which] += 1
-
-        both = [lambda which=which: work(which) for which in (0, 1) for _ in range(20)]
-        await for_minutes(2, *both)
-        assert provider.refused == 0
-        assert len(provider.taken) >= 0.9 * 1200
-        assert min(sent) > 0.4 * sum(sent)
-
-    run(main)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [b"", b"{", b"[]", b"\xff\x00", b'{"requests": 1e300}', b'{"requests": "x"}', b'{"requests": NaN}', b"9" * 5000],
-)
-def test_a_broken_file_is_begun_again(text: bytes, tmp_path: Path) -> None:
-    async def main() -> None:
-        path = tmp_path / "key"
-        path.write_bytes(text)
-        limit = shared(path)
-        await limit.admit(Claim(1.0), anyio.sleep)
-        assert now() < 1.0
-        assert set(times_in(path.read_bytes())) == {"requests", "tokens"}
-        assert path.stat().st_mode & 0o777 == 0o600 or text is not None
-
-    run(main)
-
-
-def test_a_file_from_the_future_holds_up_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        path = tmp_path / "key"
-        path.write_text(json.dumps({"requests": 5e9, "tokens": 5e9}))
-        limit = shared(path)
-        await limit.admit(Claim(1.0), anyio.sleep)
-        assert now() < 1.0
-
-    run(main)
-
-
-def test_where_no_file_can_be_written_a_run_goes_on_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        (tmp_path / "file").write_text("no folder")
-        for path in (tmp_path / "file" / "key", tmp_path):
-            limit = shared(path)
-            began = now()
-            for _ in range(40):
-                await limit.admit(Claim(1.0), anyio.sleep)
-            assert 2.0 < now() - began < 4.0
-
-    run(main)
-    assert caplog.text.count("other runs on the same key are not seen") == 2
-
-
-def test_a_new_file_is_the_users_alone(tmp_path: Path) -> None:
-    SharedTimes(tmp_path / "limits" / "key", lambda: 1e9).pay({"requests": 1.0}, 0.5)
-    assert (tmp_path / "limits").stat().st_mode & 0o777 == 0o700
-    assert (tmp_path / "limits" / "key").stat().st_mode & 0o777 == 0o600
-
-
-@given(st.binary(max_size=200))
-def test_whatever_a_file_holds_is_read_as_times_or_as_nothing(text: bytes) -> None:
-    assert all(0 <= at < 1e12 for at in times_in(text).values())
 
 
 # Estimates

@@ -28,8 +28,7 @@ from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.metric_calls import record_metric_call
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.rollouts import RequestCost, Rollout, RolloutKey, Rollouts
-from dspy_flashevolve.engine.scheduler import Scheduler
-from dspy_flashevolve.engine.slot import current_slot
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.engine.steps import Budget, EndKind, Reservation, StepEnded
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.sim.virtual import run

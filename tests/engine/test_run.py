@@ -23,7 +23,7 @@ from dspy_flashevolve.engine.metric_calls import record_metric_call
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.slot import current_slot
+from dspy_flashevolve.engine.scheduler import current_slot
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Load, NothingToDoError, Reservation, Step, StepEnded
 from dspy_flashevolve.sim.virtual import run as in_virtual_time
 
@@ -711,7 +711,7 @@ class Chaos:
         if rng.random() < 0.5:
             await record_metric_call()
             await anyio.sleep(rng.random() * 4)
-        endpoint.record_reply(sent, 7)
+        endpoint.record_reply(sent)
         return Rollout(None, rng.random())
 
     async def evaluate(self, stage: str, step: Step, count: int, pays: Reservation) -> None:

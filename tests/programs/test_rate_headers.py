@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.rate_headers import ReportedLimit, limits_in_headers, seconds_in
-from dspy_flashevolve.programs.accounts import account_of, limits_in_options
+from dspy_flashevolve.engine.rates import ReportedLimit, limits_in_headers, seconds_in
 from dspy_flashevolve.programs.faults import headers_in, headers_of_error
+from dspy_flashevolve.programs.servers import account_of, limits_in_options
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 NAMES = ["limit", "remaining", "reset", "renewalperiod"]

@@ -15,8 +15,7 @@ from dspy.utils.exceptions import LMAuthError
 
 from dspy_flashevolve import ConfigurationError
 from dspy_flashevolve.engine.redaction import secrets_held_by
-from dspy_flashevolve.programs.accounts import endpoint_of
-from dspy_flashevolve.programs.servers import BalancedLM
+from dspy_flashevolve.programs.servers import BalancedLM, endpoint_of
 from tests.broken_server import REPLY, BrokenServer
 
 
