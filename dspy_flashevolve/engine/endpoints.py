@@ -59,10 +59,11 @@ class CircuitBreaker:
     Args:
         policy: how long pauses are.
         clock: seconds.
+        tries_one: while it is half open one request at a time is sent, whose refusal opens it again.
     """
 
-    def __init__(self, policy: RetryPolicy, clock: Callable[[], float]) -> None:
-        self._policy, self._clock = policy, clock
+    def __init__(self, policy: RetryPolicy, clock: Callable[[], float], tries_one: bool = False) -> None:
+        self._policy, self._clock, self._tries_one = policy, clock, tries_one
         self._refused: deque[int] = deque(maxlen=REFUSALS_IN_A_ROW)
         """Numbers of the last requests that were refused, in the order in which requests were sent: a refusal comes
         back sooner than an answer, so that the order of ends would say too much."""
@@ -91,12 +92,13 @@ class CircuitBreaker:
         if request.sent_seconds <= self._opened:  # it was sent before the last pause
             return False
         self._refused.append(request.number)
-        if len(self._refused) < REFUSALS_IN_A_ROW or max(self._refused) - min(self._refused) >= REFUSALS_IN_A_ROW:
+        are_in_a_row = max(self._refused) - min(self._refused) < REFUSALS_IN_A_ROW <= len(self._refused)
+        if not are_in_a_row and not (self._tries_one and self.is_half_open):
             return False
-        self.open(retry_after_seconds)
+        self._open(retry_after_seconds)
         return True
 
-    def open(self, retry_after_seconds: float | None = None) -> None:
+    def _open(self, retry_after_seconds: float | None) -> None:
         """Send nothing for as long as the provider said, or longer where that was too short the last time."""
         self._opened = self._clock()
         self._openings = 1 if self._answers >= ENOUGH_ANSWERS else self._openings + 1
@@ -116,12 +118,20 @@ class Endpoint(Responder):
         retries: of the run.
         group: whose slots its requests hold.
         is_optional: see :class:`Responder`.
+        is_one_of_several: others may answer its requests.
     """
 
-    def __init__(self, name: str, retries: Retries, group: EndpointGroup, is_optional: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        retries: Retries,
+        group: EndpointGroup,
+        is_optional: bool = False,
+        is_one_of_several: bool = False,
+    ) -> None:
         super().__init__(name, retries, is_optional)
         self.group = group
-        self._breaker = CircuitBreaker(retries.policy, retries.clock)
+        self._breaker = CircuitBreaker(retries.policy, retries.clock, tries_one=is_one_of_several)
         self.answered_requests = 0
 
     @property
@@ -215,19 +225,16 @@ class Endpoint(Responder):
             limit.record_gauge(waiting, running, cache_use)
 
     def _opens(self, request: TrackedRequest, retry_after_seconds: float | None) -> bool:
-        """Tell the breaker of a request that was turned away; return whether it opens. One that is itself at fault says
-        nothing of others."""
+        """Tell the breaker of a request that was turned away; return whether it opens now."""
         if request.counted_failures:
-            retry_after_seconds = None
-        return self._pauses(self._breaker.record_refusal(request, retry_after_seconds))
-
-    def _pauses(self, has_opened: bool) -> bool:
-        if has_opened:
-            now = self.retries.clock()
-            self.retries.bus.emit(EndpointPaused(now, self.name, self.paused_until - now))
-            if not self.retries.is_hurried:
-                self._hold()
-        return has_opened
+            retry_after_seconds = None  # it is waited for already, in vain
+        if not self._breaker.record_refusal(request, retry_after_seconds):
+            return False
+        now = self.retries.clock()
+        self.retries.bus.emit(EndpointPaused(now, self.name, self.paused_until - now))
+        if not self.retries.is_hurried:
+            self._hold()
+        return True
 
     def _hold(self) -> None:
         """Leave requests in their queue for the length of a pause."""
@@ -244,7 +251,7 @@ class Server(Endpoint):
     """
 
     def __init__(self, name: str, servers: Servers, bounds: Bounds | None) -> None:
-        super().__init__(name, servers.retries, servers.group)
+        super().__init__(name, servers.retries, servers.group, is_one_of_several=True)
         self._servers = servers
         self._own_limit = None if bounds is None else self.group.adapt(name, bounds, self._take_pressure)
         self.group.endpoints.append(self)
@@ -322,14 +329,6 @@ class Server(Endpoint):
     def record_no_reply(self, request: TrackedRequest) -> None:
         """Record that it did not answer a request, which another server may."""
         self._opens(request, None)
-
-    def _opens(self, request: TrackedRequest, retry_after_seconds: float | None) -> bool:
-        """See :class:`Endpoint`. Where one server turns a request away another may answer it, so each counts; and the
-        one that is sent after a pause decides whether it is over."""
-        if self._breaker.is_half_open and request.sent_seconds >= self.paused_until:
-            self._breaker.open(retry_after_seconds)
-            return self._pauses(True)
-        return self._pauses(self._breaker.record_refusal(request, retry_after_seconds))
 
     def _take_pressure(self) -> bool:
         was_full, self._was_full = self._was_full, False

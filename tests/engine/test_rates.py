@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.events import EventBus
-from dspy_flashevolve.engine.rates import RateLimit, ReportedLimit, TokenEstimate
+from dspy_flashevolve.engine.rates import RateLimit, ReportedLimit
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.quota import Counting, Quota, QuotaCounter
@@ -237,12 +237,14 @@ def test_a_program_that_ends_without_a_request_leaves_room_for_the_next() -> Non
     run(main)
 
 
-# Estimates
+def test_a_request_is_expected_to_cost_what_others_of_its_stage_have_cost() -> None:
+    async def main() -> None:
+        limit = known(tokens=1000)
+        for _ in range(100):
+            limit.record_cost("rollout", 250.0, limit.expected_tokens("rollout"))
+            limit.record_cost("propose", 3000.0, limit.expected_tokens("propose"))
+        assert limit.expected_tokens("rollout") == pytest.approx(250.0)
+        assert limit.expected_tokens("propose") == pytest.approx(3000.0)
+        assert limit.expected_tokens("screen") == pytest.approx(1625.0)
 
-
-def test_an_estimate_follows_what_requests_have_cost() -> None:
-    estimate = TokenEstimate()
-    assert estimate.expected_tokens(400, most_written=100) == 200.0
-    for _ in range(100):
-        estimate.record_usage(400, read=200, written=50)
-    assert estimate.expected_tokens(800) == pytest.approx(450.0, rel=0.01)
+    run(main)
