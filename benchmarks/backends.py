@@ -12,10 +12,10 @@ import dspy
 
 from benchmarks.measure import Bench, NoMeter, VllmMeter
 from benchmarks.methods import Workload
+from benchmarks.models import DEFAULT_MODEL, reply_model_named
 from benchmarks.workloads.registry import workload_named
 from benchmarks.workloads.simulated import served, simulated
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, reply_model_named
 
 NO_KEY = "none"
 """litellm wants a key even where the endpoint does not."""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.backends import Backend
 from benchmarks.methods import Limits, method
+from benchmarks.models import DEFAULT_MODEL, REPLY_MODELS
 from benchmarks.results import (
     RESULTS,
     Result,
@@ -36,7 +37,6 @@ from benchmarks.workloads.registry import definition_named, workload_named, work
 from benchmarks.workloads.rows import RowsMissing
 from benchmarks.workloads.virtual import VirtualJob, run_job
 from dspy_flashevolve.sim.profiles import PROFILES
-from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, REPLY_MODELS
 
 METHODS = (
     "gepa", "gepa-independent-4", "gepa-independent-10", "gepa-independent-40", "gepa-pxn-3x3", "combee-10",

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 from benchmarks.methods import Limits, method
+from benchmarks.models import REPLY_MODELS
 from benchmarks.results import RESULTS, ratio, shown, table
 from benchmarks.runs import (
     TOLERANCE,
@@ -35,7 +36,6 @@ from benchmarks.runs import (
 from benchmarks.tasks import TASKS, task_kind
 from benchmarks.virtual import Setting
 from dspy_flashevolve.sim.profiles import PROFILES
-from dspy_flashevolve.sim.reply_model import REPLY_MODELS
 
 METHODS = (
     "lockstep", "gepa-independent-10", "combee-9", "combee-25", "combee-40", "async-full", "async-reflective", "async",
@@ -48,7 +48,7 @@ MOMENTS = (120.0, 600.0, 1800.0)
 HEADER = (
     "method", "seeds", "true score (min-max)", "validated", "gain", "x lockstep's gain", "x best Combee's",
     "of the possible", "rollouts", "LM calls", "task tokens", "reflection tokens", "gain a million tokens", "dollars",
-    "seconds to lockstep's score", "proposals", "integrated", "changes",
+    "seconds to lockstep's score", "requests paid to it", "reflections to it", "proposals", "integrated", "changes",
 )  # fmt: skip
 
 
@@ -68,9 +68,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=common.reflection_seconds,
         help="what each reflection takes, by another model than the task's; 0 for the same model",
     )
+    parser.add_argument(
+        "--cached", action="store_true", help="dspy's cache answers what was asked before, as by default"
+    )
     parser.add_argument("--slots", type=int, default=64, help="requests in flight at most")
     parser.add_argument("--train", type=int, default=common.train, help="training examples")
-    parser.add_argument("--val", type=int, default=common.val, help="validation examples")
+    parser.add_argument("--val", type=int, default=common.val, help="validation examples; 0 for the training examples")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="kinds of task, as few or many:rules=96")
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--seconds", type=float, default=120.0, help="the fixed virtual time; 0 to skip")
@@ -97,7 +100,7 @@ def planned(options: argparse.Namespace) -> list[Job]:
     ends += [{"metric_calls": options.calls}] if options.calls else []
     return [
         Job(
-            Setting(profile, options.train, options.val, model, options.reflection_seconds),
+            Setting(profile, options.train, options.val, model, options.reflection_seconds, options.cached),
             Limits(options.slots, seed, **end),
             task,
             name,
@@ -137,7 +140,9 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             shown(middle(lambda row: row.reflection_tokens), ".0f"),
             shown(middle(lambda row: row.gain_per_million), ".3f"),
             shown(middle(lambda row: row.dollars), ".2f"),
-            _seconds_to(mine, final),
+            _to_lockstep(mine, final, Row.seconds_to),
+            _to_lockstep(mine, final, lambda row, goal: (row.paid_to(goal) or [None, None])[0]),
+            _to_lockstep(mine, final, lambda row, goal: (row.paid_to(goal) or [None, None])[1]),
             shown(middle(lambda row: row.proposals), ".0f"),
             shown(middle(lambda row: row.integrated), ".0%"),
             shown(middle(lambda row: row.changes), ".0f"),
@@ -154,10 +159,12 @@ def _of_the_possible(row: Row) -> float | None:
     return ratio(row.true_score - row.seed_true_score, optimum - row.seed_true_score)
 
 
-def _seconds_to(mine: Sequence[Row], final: dict[int, float | None]) -> str:
-    """The median of the seconds until the score that lockstep ended with on the same seed, and how many came to it."""
+def _to_lockstep(
+    mine: Sequence[Row], final: dict[int, float | None], cost_to: Callable[[Row, float], float | None]
+) -> str:
+    """The median of the cost until the score that lockstep ended with on the same seed, and how many came to it."""
     goals = [(row, goal) for row in mine if (goal := final.get(row.seed)) is not None]
-    reached = [seconds for row, goal in goals if (seconds := row.seconds_to(goal)) is not None]
+    reached = [cost for row, goal in goals if (cost := cost_to(row, goal)) is not None]
     return f"{statistics.median(reached):.0f} ({len(reached)}/{len(goals)})" if reached else "-"
 
 
@@ -198,6 +205,7 @@ def report(rows: Sequence[Row]) -> str:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         slow = f", {row.reflection_seconds:g} s a reflection" if row.reflection_seconds else ""
+        slow += ", dspy's cache" if row.cached else ""
         groups.setdefault(f"{row.where} ({row.profile}, {row.model}{slow}, {row.slots} slots)", []).append(row)
     tables: list[str] = []
     for title, group in groups.items():

@@ -76,7 +76,7 @@ MODEL_TOKENS = 700
 """Longest reply of a real model."""
 TASKS_AT_A_TIME = 8
 """Of the methods that have no scheduler, under a real model."""
-WITHOUT = ("static repair", "edits", "LM edits", "redesign", "diversity")
+WITHOUT = ("static repair", "LM edits")
 
 
 class _NotAwaited:
@@ -318,7 +318,7 @@ class Method:
 
 METHODS: dict[str, Method] = {
     "one plan": Method({"max_candidates": 1, "without": WITHOUT, "width": 1}),
-    "retry with the error": Method({"without": ("static repair", "edits", "redesign", "diversity"), "width": 1}),
+    "retry with the error": Method({"without": ("static repair",), "width": 1}),
     "static repair only": Method({"max_candidates": 1, "without": WITHOUT[1:], "width": 1}),
     "Evoflux, lockstep": Method({"width": 1}),
     "Evoflux, lockstep, tasks together": Method({"width": 1}, is_together=True),
@@ -371,7 +371,7 @@ async def _best_of(task: Task, world: Any, planner: Planner, limits: Limits) -> 
     used = made = 0
     while planner.tokens < limits.tokens and used < limits.calls:
         options = METHODS["one plan"].options
-        program = _program({**options, "max_tool_calls": limits.calls - used, "seed": made}, limits)
+        program = _program({**options, "max_tool_calls": limits.calls - used}, limits)
         program.tools, program.world = await world.specs(), world
         try:
             answer = await program.acall(question=task.question)
@@ -419,7 +419,7 @@ def _program(options: Mapping[str, Any], limits: Limits) -> Evoflux:
 async def run_method(name: str, seed: int, chosen: Sequence[Task], limits: Limits) -> tuple[list[Outcome], float]:
     """Let a method do all tasks; returns their outcomes and the seconds for all."""
     method = METHODS.get(name)
-    program = _program({**method.options, "seed": seed}, limits) if method is not None else None
+    program = _program(method.options, limits) if method is not None else None
     began = anyio.current_time()
     if method is not None and method.is_together:
         made = await gather([partial(solve, task, name, program, seed, limits) for task in chosen])

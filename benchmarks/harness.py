@@ -30,13 +30,13 @@ import dspy
 
 from benchmarks.backends import Backend
 from benchmarks.in_process import InProcessStandIn
+from benchmarks.models import DEFAULT_MODEL, REPLY_MODELS, reply_model_named
 from benchmarks.results import RESULTS, Spread, append_json_lines, ratio, shown, table
 from benchmarks.workloads.registry import workload_named, workload_names
 from benchmarks.workloads.simulated import Data, simulated
 from dspy_flashevolve import AsyncMetaHarness
 from dspy_flashevolve.sim import HouseRules, SimServer
 from dspy_flashevolve.sim.profiles import Profile, profile_named
-from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, REPLY_MODELS, reply_model_named
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
 TARGET = 4.0

@@ -1,9 +1,8 @@
 """What children of real reflection models look like: `python -m benchmarks.lineages`.
 
 Pairs of parent and child from public runs of dspy.GEPA and gepa (`lineages/pairs.jsonl.gz` of the data folder): what a
-child keeps of its parent, how large it is, whether the search can take it apart. By model; with `--fit` for the classes
-of models that the simulated models `strong` and `strong-small` stand for, on the two thirds of the runs that these are
-fitted to and on the rest; with `--sample` as texts with half of a child's changes, for a person to read.
+child keeps of its parent, and how large it is. By model; with `--fit` for the classes of models that the simulated
+models `strong` and `strong-small` stand for, on the two thirds of the runs that these are fitted to and on the rest.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 
+from benchmarks.models import reply_model_named
 from benchmarks.results import shown, table
 from benchmarks.workloads.rows import VARIABLE, data_folder
-from dspy_flashevolve.gepa.changes import Weave, changes_between
-from dspy_flashevolve.gepa.parts import Part, face_of, is_item, is_worded_as, level_of, parts_of
+from dspy_flashevolve.gepa.parts import NUMBER, REWORDED, Part, is_item, level_of, likeness, parts_of
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.replies import new_instruction
-from dspy_flashevolve.sim.reply_model import Choices, reply_model_named
+from dspy_flashevolve.sim.words import Choices
 
 FILE = "lineages/pairs.jsonl.gz"
 CLASSES: dict[str, Callable[[str], bool]] = {
@@ -102,6 +100,16 @@ class Fate:
     repeats: bool
 
 
+def face_of(text: str) -> str:
+    """What makes two parts the same: all but their numbers in a list, and space at the ends of lines."""
+    return NUMBER.sub(r"\1#", "\n".join(line.rstrip() for line in text.splitlines()).rstrip())
+
+
+def is_worded_as(part: Part, other: Part) -> bool:
+    """Whether two parts have most of their words in common."""
+    return likeness(part, other) >= REWORDED
+
+
 def fate_of(parent: str, child: str) -> Fate:
     """Compare the parts of a text with those of its child, wherever they stand."""
     old, new = parts_of(parent), parts_of(child)
@@ -172,8 +180,8 @@ def split_by_run(pairs: Collection[Pair], seed: int) -> tuple[list[Pair], list[P
 
 
 HEADER = (
-    "model", "pairs", "first apart", "later apart", "units", "kept", "reworded", "dropped", "added", "specifics kept",
-    "characters", "parts", "headings", "with nested", "with repeats",
+    "model", "pairs", "kept", "reworded", "dropped", "added", "specifics kept", "characters", "parts", "headings",
+    "with nested", "with repeats",
 )  # fmt: skip
 
 
@@ -184,11 +192,6 @@ def cells(name: str, pairs: Sequence[Pair]) -> list[str]:
     sizes are medians, first / later.
     """
     first, later = [pair for pair in pairs if pair.is_first], [pair for pair in pairs if not pair.is_first]
-    changes = {pair: changes_between({"": pair.parent}, {"": pair.child}, ()) for pair in pairs}
-    units = [len(found) for found in changes.values() if found]
-
-    def apart(some: Sequence[Pair]) -> str:
-        return shown(_mean([bool(changes[pair]) for pair in some]), ".2f")
 
     def both(field: str) -> str:
         sizes = (_median([getattr(pair.fate, field) for pair in some]) for some in (first, later))
@@ -197,8 +200,7 @@ def cells(name: str, pairs: Sequence[Pair]) -> list[str]:
     shares = [shown(_mean([getattr(pair.fate, field) for pair in later]), ".2f")
               for field in ("kept", "reworded", "dropped", "added", "all_specifics")]  # fmt: skip
     return [
-        name, f"{len(first)} + {len(later)}", apart(first), apart(later), shown(_median(units), ".0f"), *shares,
-        both("characters"), both("parts"), both("headings"),
+        name, f"{len(first)} + {len(later)}", *shares, both("characters"), both("parts"), both("headings"),
         shown(_mean([pair.fate.nested > 0 for pair in pairs]), ".2f"),
         shown(_mean([pair.fate.repeats for pair in pairs]), ".2f"),
     ]  # fmt: skip
@@ -213,42 +215,6 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def recomposed(pair: Pair, rng: random.Random) -> str | None:
-    """A text with half of the child's changes on its parent, its parts marked: "+" from the child, "=" from the parent.
-
-    None where the child does not come apart into two changes at least.
-    """
-    weave = Weave({"": pair.parent}, ())
-    if weave.take(frozenset(), {"": pair.child}) is None or len(weave.changes) < 2:
-        return None
-    chosen = set(rng.sample(range(len(weave.changes)), len(weave.changes) // 2))
-    while lacking := [number for number in chosen if not chosen.issuperset(weave.changes[number].needs)]:
-        chosen.difference_update(lacking)
-    text = weave.compose(chosen)[""]
-    known = {face_of(part.text) for part in parts_of(pair.parent)}
-    marked = [
-        part.before.replace("\n", "", 1) + ("=" if face_of(part.text) in known else "+") + f" {part.text}"
-        for part in parts_of(text)
-    ]
-    return f"{len(chosen)} of {len(weave.changes)} changes\n" + "\n".join(marked)
-
-
-def samples(pairs: Sequence[Pair], count: int, seed: int) -> str:
-    """So many recompositions, of different models as far as there are."""
-    rng = random.Random(seed)
-    order = list(pairs)
-    rng.shuffle(order)
-    seen, ranked = Counter[str](), list[tuple[int, Pair]]()
-    for pair in order:  # round robin over the models, so that the two with most pairs do not fill the sample
-        ranked.append((seen[pair.model], pair))
-        seen[pair.model] += 1
-    texts: list[str] = []
-    for _, pair in sorted(ranked, key=lambda entry: entry[0]):
-        if len(texts) < count and (text := recomposed(pair, rng)) is not None:
-            texts.append(f"##### {len(texts) + 1}: {pair.model}, {pair.run}\n{text}")
-    return "\n\n".join(texts)
-
-
 def simulated_pairs(name: str, runs: int = 20, generations: int = 5) -> list[Pair]:
     """What a simulated reflection model makes of a task's seed, of its own text, and so on."""
     model, pairs = reply_model_named(name), list[Pair]()
@@ -258,7 +224,7 @@ def simulated_pairs(name: str, runs: int = 20, generations: int = 5) -> list[Pai
         for generation in range(generations):
             missed = random.Random(f"{run} {generation}").sample(task.all_rules(), 8)
             choices = Choices(run, f"generation {generation}")
-            child = new_instruction(parent, " ".join(["Missed:", *map(str, missed)]), model, choices)
+            child = model.new_instruction(parent, " ".join(["Missed:", *map(str, missed)]), choices)
             pairs.append(Pair(name, str(run), parent, child, generation == 0))
             parent = child
     return pairs
@@ -287,18 +253,15 @@ def fit(pairs: Sequence[Pair], seed: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 1 when there are no pairs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lineages", description=__doc__)
-    parser.add_argument("--sample", type=int, default=0, help="print so many recompositions instead")
     parser.add_argument("--fit", action="store_true", help="print what strong and strong-small are fitted to instead")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample, and of the split by runs")
+    parser.add_argument("--seed", type=int, default=0, help="of the split by runs")
     options = parser.parse_args(arguments)
     try:
         pairs = load_pairs()
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 1
-    if options.sample:
-        print(samples(pairs, options.sample, options.seed))
-    elif options.fit:
+    if options.fit:
         print(fit(pairs, options.seed))
     else:
         counts = Counter(pair.model for pair in pairs)

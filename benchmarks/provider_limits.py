@@ -26,6 +26,7 @@ from unittest import mock
 import anyio
 import dspy
 from dspy.lm15 import Message, RateLimitError, Request, Response, TextPart, Usage
+from dspy_flashevolve.sim.reply_model import Choices
 
 from benchmarks.measure import silence
 from benchmarks.results import RESULTS, append_json_lines, table
@@ -34,7 +35,6 @@ from dspy_flashevolve.programs.servers import BalancedLM
 from dspy_flashevolve.sim import PROFILES, REPLY_MODELS, HouseRules, Quota
 from dspy_flashevolve.sim.quota import QuotaCounter
 from dspy_flashevolve.sim.replies import reply_to
-from dspy_flashevolve.sim.reply_model import Choices
 from dspy_flashevolve.sim.virtual import chat_request, run
 
 HEADER = ("case", "optimizer", "seconds", "answered", "refused", "most in 10 s", "least in 10 s", "warnings")

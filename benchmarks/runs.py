@@ -41,6 +41,7 @@ class Row(Scored):
         val: Validation examples.
         model: The simulated model's name; rows that name none were made by the one that is "obliging" now.
         reflection_seconds: Of each request to a reflection LM apart (`virtual.Setting`); 0 where there is none.
+        cached: dspy's cache answered what was asked before.
         best_score: Best fully validated score; at "calls" of the candidates that were paid for within the limit.
         seed_score: The seed program's.
         true_score: What the program with the best score is to score on examples that nobody saw (`true_score` of
@@ -50,6 +51,7 @@ class Row(Scored):
         task_tokens: Tokens read and written for rollouts.
         reflection_tokens: Tokens read and written for the others.
         read_tokens: Of all these tokens, those that were read; 0 in rows that are older than it.
+        task_requests: Requests of rollouts that were paid: answered by the model, and not by a cache.
         metric_calls: Counted by the optimizer; at "calls" those within the limit.
         overshoot: Metric calls past the limit, drained.
         proposals: New texts.
@@ -66,6 +68,7 @@ class Row(Scored):
         changes: That reflections added to the head, drained.
         error: What ended the run early; empty when nothing did.
         trajectory: Rows of `Point`'s fields where score or depth changed, drained.
+        paid: Requests of rollouts, and other requests, that were paid by each row of the trajectory.
         commit: That made the run (`results.commit`); empty where that is not known.
     """
 
@@ -80,6 +83,7 @@ class Row(Scored):
     val: int = 60
     model: str = "obliging"
     reflection_seconds: float = 0.0
+    cached: bool = False
     best_score: float | None = None
     seed_score: float | None = None
     true_score: float | None = None
@@ -88,6 +92,7 @@ class Row(Scored):
     task_tokens: int = 0
     reflection_tokens: int = 0
     read_tokens: int = 0
+    task_requests: int = 0
     metric_calls: int = 0
     overshoot: int = 0
     proposals: int = 0
@@ -104,6 +109,7 @@ class Row(Scored):
     changes: int = 0
     error: str = ""
     trajectory: list[list[float | int | None]] = field(default_factory=list)
+    paid: list[list[int]] = field(default_factory=list)
     commit: str = ""
 
     @property
@@ -135,6 +141,14 @@ class Row(Scored):
         reached = (at for at, true in self._true_scores if at <= last and true >= score - TOLERANCE)
         return next(reached, None)
 
+    def paid_to(self, score: float) -> list[int] | None:
+        """Requests of rollouts, and other requests, paid until the true score was at least this; `None` if it never
+        was."""
+        points = [Point(*row) for row in self.trajectory]  # pyright: ignore[reportArgumentType]
+        true_scores = [-math.inf if point.true_score is None else point.true_score for point in points]
+        reached = (paid for paid, true in zip(self.paid, true_scores, strict=False) if true >= score - TOLERANCE)
+        return next(reached, None)
+
     @property
     def _true_scores(self) -> list[tuple[float, float]]:
         points = [Point(*row) for row in self.trajectory]  # pyright: ignore[reportArgumentType]
@@ -143,7 +157,7 @@ class Row(Scored):
     @property
     def key(self) -> Key:
         """What the run was to be: of two rows with the same key, the later counts."""
-        size = (self.profile, self.model, self.reflection_seconds, self.slots, self.train, self.val)
+        size = (self.profile, self.model, self.reflection_seconds, self.slots, self.train, self.val, self.cached)
         return (self.condition, self.limit, *size, self.task, self.seed, self.method)
 
     @property
@@ -173,7 +187,7 @@ class Job:
         condition, limit = ("calls", limits.metric_calls) if limits.metric_calls else ("time", limits.seconds or 0.0)
         names = (self.task, self.method, limits.seed, condition, float(limit))
         size = (limits.slots, setting.train, setting.val)
-        return Row(*names, setting.profile, *size, setting.model, setting.reflection_seconds)
+        return Row(*names, setting.profile, *size, setting.model, setting.reflection_seconds, setting.cached)
 
 
 def measure(job: Job) -> Row:
@@ -204,6 +218,7 @@ def measure(job: Job) -> Row:
         changes=run.changes,
         error=run.error,
         trajectory=run.trajectory.compact(),
+        paid=run.trajectory.paid(),
         commit=commit(),
     )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from benchmarks.models import DEFAULT_MODEL, reply_model_named
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, reply_model_named
 
 
 @dataclass(frozen=True)

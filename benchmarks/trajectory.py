@@ -31,12 +31,14 @@ class Spent:
         task_tokens: Tokens read and written for rollouts.
         reflection_tokens: Tokens read and written for the others.
         read_tokens: Of all these tokens, those that were read.
+        task_requests: Requests of rollouts that were answered by the model, and not by a cache.
     """
 
     lm_calls: int = 0
     task_tokens: int = 0
     reflection_tokens: int = 0
     read_tokens: int = 0
+    task_requests: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,6 @@ class Trajectory:
 
     def compact(self) -> list[list[float | int | None]]:
         """The points where score or depth changed, and the last one, as rows of `Point`'s first fields, for JSON."""
-        kept = [
-            point
-            for before, point in zip((Point(), *self.points), self.points, strict=False)
-            if (point.best_score, point.depth) != (before.best_score, before.depth) or point is self.points[-1]
-        ]
         return [
             [
                 round(p.seconds, 3),
@@ -119,7 +116,19 @@ class Trajectory:
                 p.depth,
                 p.true_score,
             ]
-            for p in kept
+            for p in self._turns
+        ]
+
+    def paid(self) -> list[list[int]]:
+        """Of the same points the requests of rollouts, and the others, that the model had answered."""
+        return [[p.spent.task_requests, p.spent.lm_calls] for p in self._turns]
+
+    @property
+    def _turns(self) -> list[Point]:
+        return [
+            point
+            for before, point in zip((Point(), *self.points), self.points, strict=False)
+            if (point.best_score, point.depth) != (before.best_score, before.depth) or point is self.points[-1]
         ]
 
 

@@ -29,7 +29,7 @@ def _guarded(number: int, seed: int) -> Options:
 
 
 def _combee(number: int, seed: int) -> Options:
-    from dspy_flashevolve import CombeeReflection
+    from benchmarks.combee import CombeeReflection
 
     proposer = CombeeReflection(seed=seed)
     return {"schedule": "lockstep", "reflection_minibatch_size": number, "instruction_proposer": proposer}

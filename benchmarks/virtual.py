@@ -21,11 +21,11 @@ from typing import Any
 import dspy
 
 from benchmarks.methods import Limits, Method, Workload
+from benchmarks.models import DEFAULT_MODEL
 from benchmarks.trajectory import Point, Recorder, Spent, Trajectory
 from benchmarks.variants import ADAPTIVE_START
 from dspy_flashevolve import AsyncGEPA, AsyncStats
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL
 from dspy_flashevolve.sim.task import OUTPUTS
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
@@ -40,10 +40,11 @@ class Setting:
     Attributes:
         profile: The backend's.
         train: Training examples.
-        val: Validation examples.
+        val: Validation examples; 0 for the training examples.
         model: The simulated model's name.
         reflection_seconds: Virtual seconds of each request that is no rollout's, of a reflection LM apart; 0 where
             the backend answers these too.
+        cached: dspy's cache answers what was asked before, from a cache that the run begins empty.
     """
 
     profile: str = "h100-qwen3-8b"
@@ -51,6 +52,7 @@ class Setting:
     val: int = 60
     model: str = DEFAULT_MODEL
     reflection_seconds: float = 0.0
+    cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,14 +165,18 @@ class VirtualRun:
 def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Setting) -> VirtualRun:
     """One method on one task; the seed of the limits is the model's and the optimizer's. See `run_served`."""
 
+    if setting.cached:
+        dspy.configure_cache(enable_disk_cache=False, enable_memory_cache=True)
+
     def workload(model: SimulatedModel) -> Workload:
+        trainset = task.trainset(setting.train)
         return Workload(
             program=task.program,
-            trainset=task.trainset(setting.train),
-            valset=task.valset(setting.val),
+            trainset=trainset,
+            valset=task.valset(setting.val) if setting.val else trainset,
             metric=task.metric,
-            task_lm=model.lm(),
-            reflection_lm=model.lm(),
+            task_lm=model.lm().copy(cache=setting.cached),
+            reflection_lm=model.lm().copy(cache=setting.cached),
             true_score=lambda texts: task.true_score([texts[name] for name in OUTPUTS if name in texts]),
         )
 
@@ -227,8 +233,9 @@ def run_served(
 
 def spent_by(model: SimulatedModel) -> Spent:
     """What a model has done so far."""
-    calls, task = sum(model.requests.values()), model.tokens.get("task", 0)
-    return Spent(calls - model.requests.get("task", 0), task, sum(model.tokens.values()) - task, model.prompt_tokens)
+    requests, tokens = model.requests.get("task", 0), model.tokens.get("task", 0)
+    others, other_tokens = sum(model.requests.values()) - requests, sum(model.tokens.values()) - tokens
+    return Spent(others, tokens, other_tokens, model.prompt_tokens, requests)
 
 
 def told(error: Exception) -> str:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from dspy_flashevolve.async_meta_harness import AsyncMetaHarness
     from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError, RunAbortedError
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective
+    from dspy_flashevolve.gepa.changes import EditedText
     from dspy_flashevolve.gepa.compilation import AsyncGEPAResult
     from dspy_flashevolve.gepa.settings import FLASHEVOLVE, Edits, Workflow
     from dspy_flashevolve.harness.program import Harness, HarnessError
-    from dspy_flashevolve.modules.combee import CombeeReflection
     from dspy_flashevolve.modules.integrate import StaleCandidateReflection
     from dspy_flashevolve.observe.statistics import AsyncStats
     from dspy_flashevolve.programs.run import DspyRun
@@ -36,10 +36,10 @@ __all__ = [
     "AsyncGEPAResult",
     "AsyncMetaHarness",
     "AsyncStats",
-    "CombeeReflection",
     "ConfigurationError",
     "DataError",
     "DspyRun",
+    "EditedText",
     "Edits",
     "FlashEvolveError",
     "Full",
@@ -60,8 +60,8 @@ _HOMES = {
     "AsyncGEPAResult": "gepa.compilation",
     "AsyncMetaHarness": "async_meta_harness",
     "AsyncStats": "observe.statistics",
-    "CombeeReflection": "modules.combee",
     "DspyRun": "programs.run",
+    "EditedText": "gepa.changes",
     "Edits": "gepa.settings",
     "FLASHEVOLVE": "gepa.settings",
     "Full": "engine.staleness",

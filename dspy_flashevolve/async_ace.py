@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import fields
@@ -23,8 +22,7 @@ from dspy_flashevolve.ace.playbook import (
     checked_sections,
 )
 from dspy_flashevolve.ace.run import AceRun
-from dspy_flashevolve.ace.settings import AceSettings, Refinement, policy_of
-from dspy_flashevolve.ace.similarity import Embedder
+from dspy_flashevolve.ace.settings import AceSettings, policy_of
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
 from dspy_flashevolve.engine.staleness import StalenessPolicy
@@ -61,8 +59,6 @@ class AsyncACE(Teleprompter):
             the tags count. Default 1.
         no_ground_truth: True keeps the examples' labels from the reflector: it has the score and the metric's
             feedback, which should then tell what an execution showed and not the right answer. Default False.
-        refinement: when near-duplicates among the bullets are merged by the curator's LM. "lazy" (default): once the
-            playbook takes more than 0.9 of its token budget. "proactive": after every curation. None: never.
         token_budget: most tokens of the rendered playbook. Beyond it, the bullets of least worth are dropped. Default
             8,192.
         eval_every: samples between two snapshots that are validated. Default 10.
@@ -80,10 +76,6 @@ class AsyncACE(Teleprompter):
         sections: names of the sections of a new playbook.
         perfect_score: score from which an attempt counts as right. Default 1.0.
         failure_score: score of an example on which the program or the metric raises. Default 0.0.
-        deduplicate: cosine of two embeddings, above 0 and up to 1, from which two bullets are near-duplicates.
-            Default None: bullets are compared by their words.
-        embedder: a function from texts to one vector each, for ``deduplicate``. Default None: sentence-transformers,
-            which ``pip install 'dspy-flashevolve[ace]'`` brings.
         reflector, curator: modules in place of `SampleReflection` and `PlaybookCuration`.
         count_tokens: a function from a text to its number of tokens. Default: one token for every four bytes.
         validations_at_once: most snapshots that are validated at the same time. Default 1.
@@ -119,7 +111,6 @@ class AsyncACE(Teleprompter):
         epochs: int = 1,
         curator_frequency: int = 1,
         no_ground_truth: bool = False,
-        refinement: Refinement | None = "lazy",
         token_budget: int = 8192,
         eval_every: int = 10,
         attach: Literal["all"] | Sequence[str] = "all",
@@ -132,8 +123,6 @@ class AsyncACE(Teleprompter):
         sections: Sequence[str] = SECTIONS,
         perfect_score: float = 1.0,
         failure_score: float = 0.0,
-        deduplicate: float | None = None,
-        embedder: Embedder | None = None,
         reflector: Module | None = None,
         curator: Module | None = None,
         count_tokens: CountTokens = approximate_tokens,
@@ -150,7 +139,6 @@ class AsyncACE(Teleprompter):
         self.reflector_lm, self.curator_lm = reflector_lm, curator_lm
         self.max_rounds, self.epochs, self.curator_frequency = max_rounds, epochs, curator_frequency
         self.no_ground_truth = no_ground_truth
-        self.refinement: Refinement | None = refinement
         self.token_budget, self.eval_every = token_budget, eval_every
         self.attach, self.staleness = attach, staleness
         self.num_threads, self.max_concurrency = num_threads, max_concurrency
@@ -158,7 +146,6 @@ class AsyncACE(Teleprompter):
         self.max_metric_calls, self.max_seconds = max_metric_calls, max_seconds
         self.sections = checked_sections(sections)
         self.perfect_score, self.failure_score = perfect_score, failure_score
-        self.deduplicate, self.embedder = deduplicate, embedder
         self.reflector = reflector or SampleReflection()
         self.curator = curator or PlaybookCuration()
         self.count_tokens = count_tokens
@@ -365,7 +352,7 @@ def _check_arguments(optimizer: Any) -> None:  # Any: a user's arguments can be 
     """Raise ConfigurationError for an argument of AsyncACE that cannot work."""
     check_counts(**{name: getattr(optimizer, name) for name in COUNTS})
     policy_of(optimizer.staleness)
-    attach, log_dir, threshold = optimizer.attach, optimizer.log_dir, optimizer.deduplicate
+    attach, log_dir = optimizer.attach, optimizer.log_dir
     expected = {
         "metric": (callable(optimizer.metric), "a function (example, prediction, ...)"),
         **{name: (getattr(optimizer, name) is not None, "a whole number of at least 1") for name in COUNTS},
@@ -378,21 +365,7 @@ def _check_arguments(optimizer: Any) -> None:  # Any: a user's arguments can be 
         "count_tokens": (callable(optimizer.count_tokens), "a function (text) -> tokens"),
         "metric_lock": (isinstance(optimizer.metric_lock, bool), "True or False"),
         "no_ground_truth": (isinstance(optimizer.no_ground_truth, bool), "True or False"),
-        "refinement": (optimizer.refinement in ("lazy", "proactive", None), "'lazy', 'proactive' or None"),
-        "deduplicate": (
-            optimizer.embedder is None if threshold is None else _is_number(threshold) and 0 < threshold <= 1,
-            "a cosine above 0 and up to 1, such as 0.9, or None and no embedder",
-        ),
     }
     for name, (is_right, description) in expected.items():
         if not is_right:
             raise ConfigurationError(f"{name} is {getattr(optimizer, name)!r}, expected {description}.")
-    if (
-        threshold is not None
-        and optimizer.embedder is None
-        and importlib.util.find_spec("sentence_transformers") is None
-    ):
-        raise ConfigurationError(
-            f"deduplicate is {threshold!r}, which needs an embedder: pass embedder=..., or "
-            "pip install 'dspy-flashevolve[ace]' for sentence-transformers."
-        )

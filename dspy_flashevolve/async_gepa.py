@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal
@@ -12,18 +11,21 @@ import dspy
 from dspy.clients.lm import LM
 from dspy.primitives import Example, Module
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS, GEPA
+from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
 from dspy.teleprompt.gepa.gepa_utils import CodeProposalFn
+from dspy.teleprompt.teleprompt import Teleprompter
 from gepa.core.adapter import ProposalFn
 from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.engine.steps import STEPS_TO_OVERLAP, pays_overlap
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.compilation import Best, Compilation, texts_of
 from dspy_flashevolve.gepa.estimate import Estimate, estimate
 from dspy_flashevolve.gepa.options import check_options, gepa_logger
-from dspy_flashevolve.gepa.settings import Edits, GepaSettings, Workflow, edits_of
+from dspy_flashevolve.gepa.settings import Edits, GepaSettings, Workflow, asks_for_edits, edits_of
 from dspy_flashevolve.programs.function_lm import lm_of
 from dspy_flashevolve.programs.metric import check_metric
 from dspy_flashevolve.programs.prices import rates_of
@@ -31,10 +33,11 @@ from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.run import with_compile_events
 from dspy_flashevolve.programs.settings import Schedule, check_counts, check_data, check_limits
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 
-class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]  # dspy's @experimental hides the type
+# Teleprompter is named although GEPA is one: MLflow's autologging patches `compile` of Teleprompter.__subclasses__().
+class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]  # dspy's @experimental hides the type
     """A drop-in replacement for ``dspy.GEPA`` whose stages overlap.
 
     It takes every argument of ``dspy.GEPA``, with the same default but for ``reflection_minibatch_size``. Four of them
@@ -58,9 +61,12 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             read it beside what was committed meanwhile, and patch it onto the best candidate or drop it; it is asked
             before the child is screened. Or a policy: :class:`Full`, :class:`Guarded`, :class:`Reflective`, or an
             object of your own (docs/staleness.md). Any policy goes with any search.
-        search: how candidates are composed. "edits" (default) takes children apart into edits, tests these in many
-            prompts, and keeps those that are expected to help. "pareto" is GEPA's own: every child stands for itself.
-            Or :class:`Edits` with other settings (docs/staleness.md). In lockstep it is "pareto".
+        search: how candidates are composed. "edits" asks the reflection LM for edits, tests these in many prompts, and
+            joins those that are expected to help. "pareto" is GEPA's own: every child stands for itself. Or
+            :class:`Edits` with other settings (docs/staleness.md). Default None: "edits", but "pareto" with an
+            ``instruction_proposer`` of your own, so that every text that runs is one that it returned, and where all
+            that evolves is code. With "edits", texts of your own proposer are joined as far as they are an
+            :class:`EditedText`. In lockstep it is "pareto".
         stale_candidate_reflection: the ``dspy.Module`` that repairs stale children. Default:
             :class:`StaleCandidateReflection`. It asks ``reflection_lm`` unless its predictors have LMs of their own.
         max_reflection_calls: no step starts after this many reflections and repairs. Default None: no limit.
@@ -137,7 +143,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         # The asynchronous engine
         schedule: Schedule = "async",
         staleness: Literal["full", "guarded", "reflective"] | StalenessPolicy = "full",
-        search: Literal["edits", "pareto"] | Edits = "edits",
+        search: Literal["edits", "pareto"] | Edits | None = None,
         stale_candidate_reflection: Module | None = None,
         max_reflection_calls: int | None = None,
         max_cost: float | None = None,
@@ -200,7 +206,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         check_options(self._settings())
         self._check_callbacks()
 
-    def compile(
+    def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  # as dspy.GEPA, which takes no more either
         self,
         student: Module,
         *,
@@ -297,7 +303,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         components = self._components(student)
         calls = self._budget(components, trainset, valset)
         first = len(trainset if valset is None else valset)
-        settings = replace(self._settings(), max_metric_calls=calls).sized_for(len(trainset), first)
+        settings = replace(self._settings(), max_metric_calls=calls, search=self._usable_search(student))
+        settings = settings.sized_for(len(trainset), first)
         return estimate(settings, student, trainset, calls, first)
 
     def _prepare(
@@ -318,7 +325,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                 "The valset is empty" if is_empty else "No valset given",
             )
         schedule = self._usable_schedule(trainset, trainset if valset is None else valset, 1 + len(initial))
-        settings, arguments = replace(self._settings(), schedule=schedule), vars(self) | {"schedule": schedule}
+        own: dict[str, Any] = {"schedule": schedule, "search": self._usable_search(student)}
+        settings, arguments = replace(self._settings(), **own), vars(self) | own
         compilation = Compilation(settings, type(self).__qualname__, arguments, student, trainset, valset, initial)
         self._best = compilation.best
         return compilation
@@ -350,6 +358,17 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             median_seconds=self.workflow.median_seconds,
             workers=self.workflow.workers,
         )
+
+    def _usable_search(self, student: Module) -> str | Edits:
+        """Return the search of one run: GEPA's own where nothing is written as edits, unless the user asks for edits.
+
+        Code is never joined, whoever asks for it.
+        """
+        if texts_of(student).keys() == enumerate_flex_submodules(student).keys():
+            return "pareto"
+        if self.search is not None:
+            return self.search
+        return "edits" if asks_for_edits(self.custom_instruction_proposer) else "pareto"
 
     def _usable_schedule(self, trainset: Any, valset: Any, validations: int) -> Schedule:
         """Return the schedule of one run: dspy.GEPA's where the budget is too small for ours.
@@ -401,7 +420,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
     def _check_arguments(self) -> None:
         """Raise ConfigurationError for an argument of AsyncGEPA's own that cannot work."""
         policy_named(self.staleness)
-        edits_of(self.search)
+        if self.search is not None:
+            edits_of(self.search)
         module = self.stale_candidate_reflection
         if module is not None and not isinstance(module, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"stale_candidate_reflection is {module!r}, expected a dspy.Module.")

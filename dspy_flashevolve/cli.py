@@ -32,10 +32,11 @@ from typing import Any
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE, LOCK, is_in_use
+from dspy_flashevolve.engine.texts import printable
 from dspy_flashevolve.observe import terminal
 from dspy_flashevolve.observe.analysis import RunTotals, totals_of
 from dspy_flashevolve.observe.export import program_state
-from dspy_flashevolve.observe.formatting import format_score, printable
+from dspy_flashevolve.observe.formatting import format_score
 from dspy_flashevolve.observe.history import History, read
 from dspy_flashevolve.observe.timeline import trace_json
 from dspy_flashevolve.sim import command as sim_command

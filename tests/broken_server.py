@@ -23,6 +23,15 @@ def completion(**message: Any) -> dict[str, Any]:
 
 
 GOOD = completion(content=REPLY)
+SILENT = {**completion(content=""), "usage": {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1}}
+FAULT = {"code": 502, "message": "Upstream error"}
+"""What OpenRouter puts beside the message where its provider failed after it had said 200."""
+
+
+def with_choice(body: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**body, "choices": [{**body["choices"][0], **more}]}
+
+
 BODIES: dict[str, Any] = {
     "good": GOOD,
     "empty_object": {},
@@ -35,8 +44,15 @@ BODIES: dict[str, Any] = {
     "null": None,
     "a_notice": {"detail": "the queue is full"},
     "an_error_with_status_200": {"error": {"message": "overloaded", "code": 500}},
+    "choice_error": with_choice(completion(content=""), error=FAULT),
+    "choice_error_beside_a_text": with_choice(completion(content="[[ ## answer ## ]]\n"), error=FAULT),
+    "finish_reason_error": completion(content="[[ ## answer ## ]]\n", finish_reason="error"),
+    "finish_reason_abort": completion(content="", finish_reason="abort"),
+    "no_completion_token": SILENT,
     "filtered": completion(content=None, finish_reason="content_filter"),
     "cut_off": completion(content=None, finish_reason="length"),
+    "filtered_without_a_token": with_choice(SILENT, finish_reason="content_filter"),
+    "cut_off_without_a_token": with_choice(SILENT, finish_reason="length"),
     "refused": completion(content=None, refusal="I will not."),
     "empty_text": completion(content=""),
     "unparsable": completion(content="no field in sight"),

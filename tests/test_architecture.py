@@ -20,11 +20,11 @@ ALLOWED = {
     "sandbox": ({"engine", "sandbox"}, {"anyio", "dspy", "pydantic", "pydantic_core"}),
     "programs": (
         {"engine", "observe", "programs"},
-        {"anyio", "cloudpickle", "dspy", "gepa", "httpx", "litellm", "pydantic", "pydantic_core", "ray"},
+        {"anyio", "cloudpickle", "dspy", "gepa", "httpx", "litellm", "numpy", "pydantic", "pydantic_core", "ray"},
     ),
     "gepa": (
         {"engine", "modules", "observe", "programs", "gepa"},
-        {"anyio", "dspy", "gepa", "mlflow", "numpy", "pydantic"},
+        {"anyio", "cloudpickle", "dspy", "gepa", "mlflow", "numpy", "pydantic"},
     ),
     "ace": ({"engine", "modules", "observe", "programs", "ace"}, {"dspy", "numpy", "pydantic"}),
     "harness": (
@@ -33,7 +33,7 @@ ALLOWED = {
     ),
     "evoflux": (
         {"engine", "programs", "evoflux"},
-        {"anyio", "dspy", "jsonschema", "pydantic", "pydantic_core", "referencing"},
+        {"anyio", "dspy", "pydantic", "pydantic_core"},
     ),
     "sim": ({"sim"}, {"aiohttp", "dspy"}),
 }
@@ -50,6 +50,7 @@ ASSIGNED = {
     ("slot", "time_scope"): "whoever is in a slot may bound its time; a pause moves the bound",
     ("bound", "deadline"): "anyio's way to move a deadline",
     ("time_scope", "deadline"): "the same",
+    ("request", "number"): "an endpoint numbers the requests that it is sent",
     ("connection", "row_factory"): "sqlite3's way to name columns",
     ("_executor", "_max_workers"): "the standard library's executor has no other way to grow",
     ("budget", "spent"): "a run that goes on has spent what its checkpoint says",
@@ -61,8 +62,10 @@ ASSIGNED = {
     ("error", "best_program"): "an error carries the best program to whoever catches it",
     ("error", "ASKED"): "an error of a provider says how often it was asked",
     ("litellm", "suppress_debug_info"): "an option of litellm",
+    ("Reading", "*"): "a class made of one of dspy's adapters, in the function that makes it",
     ("state", "*"): "gepa's state: its own engine changes it so",
     ("merge", "*"): "gepa's merge keeps its counts in attributes",
+    ("record", "*"): "logging's way for a filter to change what is logged",
 }
 """What is assigned to objects of other modules -> why: (last name of the object, attribute or what setattr is given).
 All else is an object's own matter, or set when it is made: no hooks, no wiring afterwards."""

@@ -20,9 +20,8 @@ from benchmarks.methods import Workload
 from benchmarks.workloads.definition import NamedWorkload, text_of
 from benchmarks.workloads.house_rules import SimMeter
 from dspy_flashevolve.sim import HouseRules, ReplyModel, SimServer
-from dspy_flashevolve.sim.reply_model import Choices
 from dspy_flashevolve.sim.task import feedback_on
-from dspy_flashevolve.sim.words import Rule, words_present
+from dspy_flashevolve.sim.words import Choices, Rule, words_present
 
 
 def simulated(workload: NamedWorkload, task: HouseRules) -> NamedWorkload:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.methods import Limits, method
+from benchmarks.models import DEFAULT_MODEL, reply_model_named
 from benchmarks.results import Result, RunKey
 from benchmarks.virtual import VirtualRun, run_served
 from benchmarks.workloads.registry import workload_named
 from benchmarks.workloads.simulated import simulated
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, reply_model_named
 from dspy_flashevolve.sim.virtual import SimulatedModel
 
 

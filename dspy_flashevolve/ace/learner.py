@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,20 +9,20 @@ from typing import Any
 import dspy
 from dspy.primitives.module import Module
 
-from dspy_flashevolve.ace.operations import Merge, Operation, parse_operations, parse_tags
-from dspy_flashevolve.ace.playbook import Bullet, Playbook, Tag, attached, cleaned, line_of
+from dspy_flashevolve.ace.operations import Operation, parse_operations, parse_tags
+from dspy_flashevolve.ace.playbook import Playbook, Tag, attached, line_of
 from dspy_flashevolve.ace.settings import AceSettings
-from dspy_flashevolve.ace.similarity import Embeddings, near_duplicates
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.observe.statistics import Problem
-from dspy_flashevolve.programs.copies import isolated_copy
+from dspy_flashevolve.programs.building import copy_of
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 CITATIONS = "cited_bullets"
 """The output field that a program in training has beside its own; numbered where the program has one of that name."""
@@ -114,7 +113,7 @@ class Lesson:
     """The changes of the playbook that a sample leads to.
 
     Args:
-        operations: written by a curator, or merges of near-duplicates.
+        operations: written by a curator.
         seen: version of the playbook that they were written for.
         problems: parts of the reply that could not be read.
     """
@@ -137,7 +136,6 @@ class Learner:
         student: the program; it is not changed.
         names: names of the predictors that get the playbook.
         valset: the examples that playbooks are scored on.
-        embeddings: compares texts; None where they are compared by words only.
     """
 
     def __init__(
@@ -148,7 +146,6 @@ class Learner:
         student: Module,
         names: Sequence[str],
         valset: Sequence[Any],
-        embeddings: Embeddings | None,
     ) -> None:
         self._run = run
         self._settings, self._modules = settings, modules
@@ -160,10 +157,6 @@ class Learner:
         self._training = self._runner(_citing(student, names, self._citations))
         self._plain = self._runner(student)
         self._valset = valset
-        self._embeddings = embeddings
-        self._compared: set[str] = set()
-        """Texts of bullets among which near-duplicates have been looked for. What was not merged then is not asked
-        about again, and a full playbook is not compared all over after each curation."""
         self._warned: set[str] = set()
 
     def _runner(self, program: Module) -> ProgramRunner:
@@ -259,36 +252,6 @@ class Learner:
             f"{len(bullets)} bullets: {harmful} have harmed at least as often as they helped, {unused} did neither."
         )
 
-    async def refine(self, step: Step, playbook: Playbook) -> Lesson:
-        """Ask the curator's LM to merge the near-duplicates of a playbook, a group at a time.
-
-        Raises:
-            RolloutUnresolvedError: the provider gave no answer.
-        """
-        problems = list[Problem]()
-        groups = await self._run.threads.run(self._groups, playbook.bullets, problems)
-        merges = list[Operation]()
-        for group in groups:
-            lines = "\n".join(map(line_of, group))
-            position = hash_of({"bullets": lines})  # a run that goes on may find other groups
-            reply, _, unread = await self._ask("refine", step, position, playbook.version, similar_bullets=lines)
-            text = "" if unread else cleaned(str(getattr(reply, "content", "") or ""))
-            merges += [Merge(tuple(bullet.id for bullet in group), text)] if text else []
-            problems += unread or ([] if text else [Problem("empty merge", lines[:200])])
-        self._compared = {bullet.content for bullet in playbook.bullets}
-        return Lesson(tuple(merges), playbook.version, tuple(problems))
-
-    def _groups(self, bullets: Sequence[Bullet], problems: list[Problem]) -> list[list[Bullet]]:
-        """Group near-duplicates, by embeddings where there are any. An embedder that raises is a problem."""
-        embeddings = self._embeddings
-        if embeddings is not None:
-            try:
-                embeddings.prepare([bullet.content for bullet in bullets])
-                return near_duplicates(bullets, self._compared, embeddings.threshold, embeddings.cosine)
-            except Exception as error:
-                problems.append(self._problem_of("embedder", error))
-        return near_duplicates(bullets, self._compared)
-
     async def validate(self, step: Step, playbook: Playbook, pays: Reservation) -> list[float]:
         """Return the scores of the program with a playbook on the validation set.
 
@@ -322,7 +285,7 @@ class Learner:
         return reply, seen, problems
 
     def _problem_of(self, source: str, error: Exception | None) -> Problem:
-        """Return an error of a stage or of the embedder as a problem, and warn of the first one of each source."""
+        """Return an error of a stage as a problem, and warn of the first one of each source."""
         message = f"{type(error).__name__}: {error}"[:200]
         if source not in self._warned:
             self._warned.add(source)
@@ -332,7 +295,7 @@ class Learner:
 
 def with_playbook(student: Module, names: Sequence[str], playbook: Playbook) -> Module:
     """Return a copy of a program with a playbook in the instructions of these predictors, and as an attribute."""
-    program = student.deepcopy()
+    program: Any = copy_of(student)
     predictors: list[tuple[str, Any]] = program.named_predictors()
     for name, predictor in predictors:
         if name in names:
@@ -362,7 +325,7 @@ def _attribute_of(program: Any) -> str:
 
 def _citing(student: Module, names: Sequence[str], citations: str) -> Module:
     """Return a copy of a program whose predictors name the bullets that they used, in one more output field."""
-    program = isolated_copy(student)
+    program = copy_of(student)
     predictors: list[tuple[str, Any]] = program.named_predictors()
     for name, predictor in predictors:
         if name in names:

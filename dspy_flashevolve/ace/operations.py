@@ -9,8 +9,6 @@ another curator has changed since is not overwritten.
 from __future__ import annotations
 
 import ast
-import json
-import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +19,7 @@ from pydantic import TypeAdapter
 
 from dspy_flashevolve.ace.playbook import TAGS, Bullet, CountTokens, Playbook, Tag, cleaned
 from dspy_flashevolve.ace.similarity import same_words
+from dspy_flashevolve.modules.reading import MOST_CHARACTERS, json_values
 from dspy_flashevolve.observe.statistics import Problem
 
 MOST_OPERATIONS = 200
@@ -38,18 +37,9 @@ _DEPTH = 4
 The usual form, ``{"operations": [{...}]}``, has three; one is to spare. Without a bound a reply of nothing but brackets
 would exhaust Python's stack.
 """
-MOST_CHARACTERS = 200_000
-"""Characters of a reply that are read. Some 50,000 tokens: more than LMs are asked for in one reply."""
 _MOST_LITERAL = 50_000
 """Longest text, in characters, that is read as a Python literal. `ast.literal_eval` takes up to 25 microseconds a
 character (measured), on the run's event loop, where everything else waits for it."""
-_MOST_MISSES = 1000
-"""Brackets that open no JSON, before the rest of a reply is skipped.
-
-Models cite bullets in prose as "[str-12]", each of which is a miss: a playbook of the default budget, cited twice over,
-stays below this. Each miss may scan the whole reply, so that without a bound the time is quadratic.
-"""
-_OPENING = re.compile(r"[\[{]")
 NEWEST = 4
 """The newest of every four bullets is protected when bullets make room: it has had no chance to be cited yet.
 
@@ -229,17 +219,9 @@ def _values(reply: object) -> Iterator[object]:
         yield reply
         return
     text = reply[:MOST_CHARACTERS]
-    decoder, start, misses, has_json = json.JSONDecoder(strict=False), 0, 0, False
-    while misses < _MOST_MISSES and (opening := _OPENING.search(text, start)) is not None:
-        try:
-            value, start = decoder.raw_decode(text, opening.start())
-        except (ValueError, RecursionError):
-            start, misses = opening.end(), misses + 1
-            continue
-        if isinstance(value, dict) or not value or any(isinstance(item, dict | list) for item in value):
-            has_json = True
-            yield cast("object", value)
-    if has_json or len(text) > _MOST_LITERAL:
+    values = json_values(text)
+    yield from values
+    if values or len(text) > _MOST_LITERAL:
         return
     try:
         literal: object = ast.literal_eval(text.strip().removeprefix("```json").removeprefix("```python").strip("`\n "))

@@ -2,7 +2,7 @@
 
 .. code-block:: text
 
-    sample -> attempt -> reflect -> curate -> apply (the one writer) -> refine -> end
+    sample -> attempt -> reflect -> curate -> apply (the one writer) -> end
                  ^          |
                  +- wrong --+
 
@@ -12,7 +12,6 @@ Source: ACE (arXiv 2510.04618) section 3; the queue of operations and staleness 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 import statistics
@@ -28,18 +27,19 @@ from dspy_flashevolve.ace.learner import Learner, Lesson, Sample, with_playbook
 from dspy_flashevolve.ace.operations import Add, Operation, PlaybookWriter
 from dspy_flashevolve.ace.playbook import Bullet, Playbook
 from dspy_flashevolve.ace.settings import AceSettings
-from dspy_flashevolve.ace.similarity import Embeddings, closest
+from dspy_flashevolve.ace.similarity import closest
 from dspy_flashevolve.ace.snapshots import Snapshots
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Committed
+from dspy_flashevolve.engine.journal import reporting_damage
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of, id_text
 from dspy_flashevolve.engine.staleness import Discard, Full, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, Load, NothingToDoError, Reservation, Step
-from dspy_flashevolve.modules.playbook import BulletMerging
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.observe.statistics import AceStats, Problem, RunStats, SnapshotRecord, WindowRecord
 from dspy_flashevolve.programs.run import DspyRun
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 LEARNING_SHARE = 0.75
 """Share of the slots that samples may take while a playbook is validated.
@@ -52,12 +52,6 @@ the benchmarks of docs/ace.md were run with. No other value was measured.
 ROLLBACK_ERRORS = 2.0
 """Standard errors by which a validated playbook has to be worse than the best one, example by example, before the run
 goes on from that: the usual limit of chance. With 1.0 the searches of docs/ace.md came out alike."""
-REFINED_SHARE = 0.9
-"""Share of the token budget from which a lazy refinement merges near-duplicates.
-
-ACE refines lazily when the context is exceeded. Here bullets make room then, so that merges have to come before: the
-tenth that is left holds several deltas. Not tuned.
-"""
 
 
 class _Phase(Enum):
@@ -100,7 +94,6 @@ class AceRun:
         modules: dict[str, tuple[Module, Any]] = {
             "reflect": (settings.reflector, settings.reflector_lm),
             "curate": (settings.curator, settings.curator_lm),
-            "refine": (BulletMerging(), settings.curator_lm),
         }
         lms = {
             stage: [predictor.lm or lm for predictor in module.predictors()] or [lm]
@@ -112,10 +105,8 @@ class AceRun:
             settings=settings.run,
             journal=journal,
         )
-        threshold = settings.deduplicate
-        embeddings = None if threshold is None else Embeddings(settings.embedder, threshold)
         self._writer = PlaybookWriter(playbook, settings.token_budget, settings.count_tokens)
-        self._learner = Learner(self.run, settings, modules, student, names, valset or (), embeddings)
+        self._learner = Learner(self.run, settings, modules, student, names, valset or ())
         in_order = settings.run.schedule == "lockstep"
         self._data = (
             Windows(as_async(stream, self.run.threads.run), window, self._wait_for_samples)
@@ -140,7 +131,6 @@ class AceRun:
         self._applied: dict[int, str] = {}
         """Number of a step that has been applied -> the kind of its end, until the journal has that end."""
         self._seconds_before = self._last_sample = 0.0
-        self._is_refining = False
         self._phase = _Phase.NEW
 
     @property
@@ -184,7 +174,8 @@ class AceRun:
 
     async def _evolve(self) -> None:
         if self._journal is not None:
-            await self._resume(self._journal)
+            with reporting_damage(self._journal.journal.path):
+                await self._resume(self._journal)
         self._phase = _Phase.RUNNING
         if self._valset is not None:
             await self.snapshots.begin(self._first)
@@ -243,8 +234,6 @@ class AceRun:
             lesson = await self._learner.curate(step, sample, self._writer.playbook.tagged(sample.tags))
         end = self._learn(step, sample, lesson)
         samples = self._writer.counts.samples
-        if is_curated and self._needs_refinement():
-            await self._refine(step)
         if self._valset is not None:
             await self.snapshots.after_sample(self._writer.playbook, samples)
         if self._journal is not None:
@@ -285,30 +274,6 @@ class AceRun:
         )
         self._writer.tag(sample.tags)
         return self._apply(step, sample, operations, lesson.seen)
-
-    def _needs_refinement(self) -> bool:
-        """Return whether the playbook is to be looked through for near-duplicates, which one step does at a time."""
-        settings = self._settings
-        if self._is_refining or settings.refinement != "lazy":
-            return settings.refinement == "proactive" and not self._is_refining
-        return self._writer.playbook.tokens(settings.count_tokens) > REFINED_SHARE * settings.token_budget
-
-    async def _refine(self, step: Step) -> None:
-        """Merge near-duplicates; what others have changed while the LM wrote is left as it is.
-
-        What others add meanwhile is looked at after the next curation.
-        """
-        self._is_refining = True
-        try:
-            lesson = await self._learner.refine(step, self._writer.playbook)
-        except RolloutUnresolvedError as error:  # the sample has been applied, and its step has not failed
-            lesson = Lesson((), self._writer.playbook.version, (Problem("refine failed", str(error)[:200]),))
-        finally:
-            self._is_refining = False
-        self._writer.note(lesson.problems)
-        if lesson.operations:
-            self._writer.apply(lesson.operations, lesson.seen)
-            self._write_playbook()
 
     def _without_stale(self, step: Step, lesson: Lesson) -> Sequence[Operation]:
         """Return the operations of a lesson without the additions that the staleness policy drops or merges."""

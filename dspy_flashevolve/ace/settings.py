@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from dspy.primitives.module import Module
 
 from dspy_flashevolve.ace.playbook import CountTokens
-from dspy_flashevolve.ace.similarity import Embedder
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
 from dspy_flashevolve.programs.settings import RunSettings
-
-Refinement = Literal["lazy", "proactive"]
 
 POLICIES: dict[str, StalenessPolicy] = {
     "full": Full(looks=("before_commit",)),
@@ -62,15 +59,12 @@ class AceSettings:
     epochs: int
     curator_frequency: int
     no_ground_truth: bool
-    refinement: Refinement | None
     token_budget: int
     count_tokens: CountTokens
     sections: tuple[str, ...]
     eval_every: int
     validations_at_once: int
     staleness: StalenessPolicy
-    deduplicate: float | None
-    embedder: Embedder | None
     perfect_score: float
     failure_score: float
     metric_lock: bool

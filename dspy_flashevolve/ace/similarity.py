@@ -1,24 +1,13 @@
-"""Whether bullets say the same or nearly so, judged by their words or by embeddings."""
+"""Whether bullets say the same or nearly so, judged by their words."""
 
 from __future__ import annotations
 
-import importlib
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
-
-import numpy as np
 
 from dspy_flashevolve.ace.playbook import Bullet
-from dspy_flashevolve.engine.errors import ConfigurationError
 
-Embedder = Callable[[list[str]], Sequence[Sequence[float]]]
-"""A function from texts to one vector each, all of one length."""
-Likeness = Callable[[str, str], float]
-"""A function from two texts to their similarity, at most 1."""
-EMBEDDING_MODEL = "all-MiniLM-L6-v2"
-"""The default sentence-transformers model: the library's small general one (384 numbers a text), quick on a CPU."""
 LEAST_OVERLAP = 0.7
 """Least share of common words at which two bullets nearly say the same.
 
@@ -82,7 +71,7 @@ def _words(text: str) -> frozenset[str]:
 def differs(first: str, second: str) -> bool:
     """Return whether two texts differ in a number, a sign of arithmetic or a negation.
 
-    They say different things then, however similar their words or embeddings are.
+    They say different things then, however similar their words are.
 
     >>> differs("Always round up.", "Never round up."), differs("Use 2 digits.", "Use two digits.")
     (True, True)
@@ -97,94 +86,8 @@ def _claims(text: str) -> tuple[set[str], list[tuple[str, str, str]], int]:
     return set(_NUMBER.findall(text)), sorted(signs_of(text)), denials
 
 
-def closest(
-    content: str, bullets: Sequence[Bullet], least: float = LEAST_OVERLAP, likeness: Likeness = overlap
-) -> Bullet | None:
-    """Return the most similar bullet whose similarity is at least ``least`` and that does not differ (`differs`)."""
-    near = [(likeness(content, bullet.content), bullet) for bullet in bullets if not differs(content, bullet.content)]
+def closest(content: str, bullets: Sequence[Bullet]) -> Bullet | None:
+    """Return the bullet with the largest `overlap`, at least `LEAST_OVERLAP`, that does not differ (`differs`)."""
+    near = [(overlap(content, bullet.content), bullet) for bullet in bullets if not differs(content, bullet.content)]
     best = max(near, key=lambda pair: pair[0], default=(0.0, None))
-    return best[1] if best[0] >= least else None
-
-
-def near_duplicates(
-    bullets: Sequence[Bullet],
-    compared: Collection[str] = (),
-    least: float = LEAST_OVERLAP,
-    likeness: Likeness = overlap,
-) -> list[list[Bullet]]:
-    """Group bullets that nearly say the same: each with all later ones that are so similar to it, and in no group yet.
-
-    Bullets that differ (`differs`) are in no group together.
-
-    Args:
-        bullets: those of a playbook, in order.
-        compared: texts that were compared with each other before; two of them are not compared again.
-        least: least similarity of near-duplicates.
-        likeness: the similarity of two texts.
-
-    >>> texts = ["Mind the units of each rate.", "Round late.", "Mind units of each rate."]
-    >>> bullets = [Bullet(f"oth-{number}", "other", text) for number, text in enumerate(texts)]
-    >>> [[bullet.id for bullet in group] for group in near_duplicates(bullets)]
-    [['oth-0', 'oth-2']]
-    """
-    groups: list[list[Bullet]] = []
-    grouped: set[str] = set()
-    for place, bullet in enumerate(bullets):
-        if bullet.id in grouped:
-            continue
-        is_known = bullet.content in compared
-        others = (
-            other
-            for other in bullets[place + 1 :]
-            if other.id not in grouped and not (is_known and other.content in compared)
-        )
-        near = [
-            other
-            for other in others
-            if likeness(bullet.content, other.content) >= least and not differs(bullet.content, other.content)
-        ]
-        if near:
-            groups.append([bullet, *near])
-            grouped.update(other.id for other in near)
-    return groups
-
-
-class Embeddings:
-    """Compares texts by the cosine of their embeddings.
-
-    Args:
-        embedder: embeds texts, each once. None for sentence-transformers' `EMBEDDING_MODEL`.
-        threshold: cosine from which two texts nearly say the same, above 0 and up to 1.
-    """
-
-    def __init__(self, embedder: Embedder | None, threshold: float) -> None:
-        if embedder is None:
-            transformers: Any = importlib.import_module("sentence_transformers")  # it takes seconds, and is optional
-            model = transformers.SentenceTransformer(EMBEDDING_MODEL)
-            self._embedder: Embedder = lambda texts: model.encode(texts).tolist()
-        else:
-            self._embedder = embedder
-        self.threshold = threshold
-        self._vectors: dict[str, Any] = {}
-        """Text -> its embedding, divided by its length."""
-
-    def prepare(self, texts: Sequence[str]) -> None:
-        """Embed the texts that have no vector yet. It may take seconds; call it from one thread at a time."""
-        missing = [text for text in dict.fromkeys(texts) if text not in self._vectors]
-        if not missing:
-            return
-        vectors = [np.asarray(vector, dtype=float) for vector in self._embedder(missing)]
-        lengths = {len(vector) for vector in (*vectors, *list(self._vectors.values())[:1])}
-        is_finite = all(np.isfinite(vector).all() for vector in vectors)
-        if len(vectors) != len(missing) or len(lengths) > 1 or not is_finite:
-            raise ConfigurationError(
-                f"embedder: {len(missing)} texts gave {len(vectors)} vectors of lengths {sorted(lengths)}, "
-                "expected one vector a text, all of one length and of finite numbers."
-            )
-        norms = [float(np.linalg.norm(vector)) or 1.0 for vector in vectors]
-        self._vectors |= {text: vector / norm for text, vector, norm in zip(missing, vectors, norms, strict=True)}
-
-    def cosine(self, first: str, second: str) -> float:
-        """Return the cosine of the embeddings of two texts that were prepared, -1 to 1."""
-        # Of equal vectors rounding leaves a little less than 1, which a threshold of 1 would not let pass.
-        return round(float(self._vectors[first] @ self._vectors[second]), 9)
+    return best[1] if best[0] >= LEAST_OVERLAP else None

@@ -81,7 +81,7 @@ class CircuitBreaker:
     def record_sent(self, request: TrackedRequest) -> None:
         """Number a request."""
         self._sent += 1
-        request.record_number(self._sent)
+        request.number = self._sent
 
     def record_answer(self) -> None:
         """Record an answer, which closes it."""

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Iterator, Mapping
 from types import CodeType, TracebackType
 from typing import Any
+
+from dspy_flashevolve.engine.texts import logger_named
 
 
 class FlashEvolveError(Exception):
@@ -97,7 +98,7 @@ class JournalError(RunAbortedError):
     """The journal cannot be written any more. What was committed before is safe."""
 
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 
 def hook_that_raised(error: BaseException, hooks: Mapping[str, Any]) -> str | None:

@@ -29,7 +29,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dspy_flashevolve.engine.errors import JournalError, RunDirectoryError
+from dspy_flashevolve.engine.errors import FlashEvolveError, JournalError, RunDirectoryError
+from dspy_flashevolve.engine.files import open_private
 from dspy_flashevolve.engine.redaction import Redaction
 
 FILE = "journal.sqlite"
@@ -115,11 +116,11 @@ class Journal:
         """There was none before."""
         try:
             self._writing = _opened(self.path)
+            self.session = self.next_id("sessions")
+            """Number of this run on the directory, from 1."""
         except BaseException:
             self._lock.release()
             raise
-        self.session = self.next_id("sessions")
-        """Number of this run on the directory, from 1."""
         self._thread = threading.Thread(target=self._write, name="flashevolve-journal", daemon=True)
         self._thread.start()
 
@@ -180,14 +181,15 @@ class Journal:
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
         """What a query finds, of what was written when the journal was opened or flushed."""
-        with _connected(self.path) as connection:
+        with reporting_damage(self.path), _connected(self.path) as connection:
             connection.row_factory = sqlite3.Row
             return connection.execute(query, parameters).fetchall()
 
     def get_state(self, name: str) -> Any:
         """What :meth:`set_state` kept under a name; None where nothing was."""
         found = self.rows("SELECT value FROM state WHERE name = ?", (name,))
-        return json.loads(found[0]["value"]) if found else None
+        with reporting_damage(self.path):
+            return json.loads(found[0]["value"]) if found else None
 
     def close(self) -> None:
         """Write the rest, end the thread, and let others have the directory. Calling it again does nothing."""
@@ -334,13 +336,28 @@ def reading(directory: str | Path) -> Generator[Callable[[str], list[sqlite3.Row
     if not path.is_file():
         raise RunDirectoryError(f"{path} is missing: a run that is given a log_dir writes it there.")
     check_readable(path)
-    with _connected(path) as connection:
+    with _connected(path) as connection, reporting_damage(path):
         connection.row_factory = sqlite3.Row
-        try:
-            connection.execute("PRAGMA query_only = ON")
-            yield lambda query: connection.execute(query).fetchall()
-        except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise RunDirectoryError(f"{path} cannot be read: {error}. It is damaged.") from error
+        connection.execute("PRAGMA query_only = ON")
+        yield lambda query: connection.execute(query).fetchall()
+
+
+@contextmanager
+def reporting_damage(path: Path) -> Generator[None, None, None]:
+    """Turn whatever a damaged journal makes of the block that reads it into an error that says so.
+
+    Raises:
+        RunDirectoryError: the block raised anything of the kind.
+    """
+    try:
+        yield
+    except FlashEvolveError:
+        raise
+    except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RunDirectoryError(
+            f"{path} cannot be read ({type(error).__name__}: {error}). It is damaged: put a copy back, or give another "
+            "log_dir."
+        ) from error
 
 
 def is_in_use(directory: str | Path) -> bool:
@@ -386,7 +403,7 @@ def _create(path: Path) -> None:
     unfinished.unlink(missing_ok=True)
     for rest in ("-wal", "-shm"):  # of a journal that was moved away: SQLite would read it as the new one's
         path.with_name(path.name + rest).unlink(missing_ok=True)
-    unfinished.touch(mode=0o600)  # which its companions take over
+    open(unfinished, "xb", opener=open_private).close()  # its companions have the same mode
     with _connected(unfinished) as connection:
         connection.execute("BEGIN IMMEDIATE")
         for statement in SCHEMA:

@@ -1,13 +1,12 @@
 """Taking secrets out of what leaves the process: out of the replies and errors of LMs as they come in, so that nothing
-that is made of them holds any, and out of all that is written down; and files that nobody else may read."""
+that is made of them holds any, and out of all that is written down."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -18,6 +17,8 @@ SHORTEST_HELD = 8
 """The same of what an LM holds, which is one, unless it stands for none."""
 LONG_SEGMENT = 16
 """A part of a URL's path that is as long may be a key."""
+JSON_DEPTH = 5
+"""How often JSON stands in JSON: arguments of a tool, in a reply, in a field, in a trace, in a row of the journal."""
 NO_SECRETS = frozenset({"not-needed", "not_needed", "no-key-needed", "no-key-required", "placeholder", "your-api-key"})
 """What people write where a server of their own wants no key; it would be found in innocent texts."""
 SECRET_NAMES = re.compile(
@@ -57,7 +58,7 @@ class Redaction:
     def add(self, held: Iterable[str]) -> None:
         """Take note of what LMs hold, which is secret; see :func:`secrets_held_by`."""
         self._texts |= {text for text in held if len(text) >= SHORTEST_HELD and text.lower() not in NO_SECRETS}
-        known = sorted(self._texts, key=len, reverse=True)
+        known = sorted({form for text in self._texts for form in _spellings(text)}, key=len, reverse=True)
         self._known = re.compile("|".join(map(re.escape, known))) if known else None
 
     def redact(self, value: Any) -> Any:
@@ -84,6 +85,18 @@ class Redaction:
                 for name, value in list(vars(error).items()):
                     if isinstance(value, str | list | dict):
                         setattr(error, name, self.redact_known(value))
+
+
+def _spellings(secret: str) -> set[str]:
+    """Return a text as it is, and as it stands in JSON, and in JSON that stands in JSON.
+
+    >>> sorted(_spellings('a"b'), key=len)[:2]
+    ['a"b', 'a\\\\"b']
+    """
+    forms = {secret, repr(secret)[1:-1]}
+    for _ in range(JSON_DEPTH):
+        forms |= {json.dumps(form, ensure_ascii=ascii_only)[1:-1] for form in forms for ascii_only in (True, False)}
+    return forms
 
 
 def secrets_in(settings: Mapping[str, Any]) -> set[str]:
@@ -150,11 +163,3 @@ def without_secrets(address: str) -> str:
         return address.rstrip("/")
     path = "/".join(REDACTED if len(segment) >= LONG_SEGMENT else segment for segment in parts.path.split("/"))
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}".rstrip("/")
-
-
-def make_private(directory: str | Path) -> None:
-    """Let nobody but the user read or write the files under a directory."""
-    for place, _, names in os.walk(directory):
-        for name in names:
-            with suppress(OSError):  # somebody may have moved it away, or own it
-                os.chmod(os.path.join(place, name), 0o600)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dspy_flashevolve.engine.events import Event, RolloutFinished, StepClosed
-from dspy_flashevolve.engine.journal import Journal
+from dspy_flashevolve.engine.journal import Journal, reporting_damage
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.steps import EndKind
 
@@ -107,7 +107,17 @@ class RunJournal:
     ) -> None:
         self.journal = journal
         self._each_once, self._is_readable = each_once, is_readable
-        rows = journal.rows
+        with reporting_damage(journal.path):
+            self._read(journal.rows)
+        self.unfinished: list[Unfinished] = []
+        self._numbers: set[int] = set()
+        self._rollouts: dict[tuple[str, str, str, int], list[int]] = {}
+        self._untraced: set[int] = set()
+        self._replies: dict[tuple[int, str, str], str] = {}
+        self.paid: Counter[int] = Counter()
+        """Step that runs again -> its rollouts that are paid."""
+
+    def _read(self, rows: Callable[[str], Sequence[Any]]) -> None:
         self.spent = int(rows("SELECT COALESCE(SUM(calls), 0) AS spent FROM calls")[0]["spent"])
         """Metric calls of all sessions before."""
         [asked] = rows(
@@ -124,16 +134,9 @@ class RunJournal:
         self.last_step = int(rows("SELECT COALESCE(MAX(number), -1) AS last FROM steps")[0]["last"])
         """The highest number that a step had; -1 for none."""
         self.texts: dict[str, dict[str, str]] = {
-            row["hash"]: json.loads(row["texts"]) for row in rows("SELECT hash, texts FROM candidates")
+            row["hash"]: dict(json.loads(row["texts"]).items()) for row in rows("SELECT hash, texts FROM candidates")
         }
         """Candidate's hash -> its texts."""
-        self.unfinished: list[Unfinished] = []
-        self._numbers: set[int] = set()
-        self._rollouts: dict[tuple[str, str, str, int], list[int]] = {}
-        self._untraced: set[int] = set()
-        self._replies: dict[tuple[int, str, str], str] = {}
-        self.paid: Counter[int] = Counter()
-        """Step that runs again -> its rollouts that are paid."""
 
     def load_unfinished(self, seeded: bool = True) -> list[Unfinished]:
         """Find the steps that had no end, and what was paid for them. Call it once, when ends that were not written
@@ -151,7 +154,7 @@ class RunJournal:
                     row["number"], "failed", "a secret was taken out of its texts: they are not what they were"
                 )
                 continue
-            self.unfinished.append(Unfinished(row["number"], row["version"], json.loads(selection)))
+            self.unfinished.append(Unfinished(int(row["number"]), int(row["version"]), json.loads(selection)))
         self._numbers = {step.number for step in self.unfinished} | (set[int]() if seeded else {BEFORE_STEPS})
         for row in rows("SELECT id, step, candidate, split, example, traced FROM rollouts"):
             if row["step"] in self._numbers:
@@ -187,7 +190,8 @@ class RunJournal:
         if not found:
             return None
         row = found.pop(0) if self._each_once else found[-1]
-        return read(self.journal.rows("SELECT * FROM rollouts WHERE id = ?", (row,))[0])
+        with reporting_damage(self.journal.path):
+            return read(self.journal.rows("SELECT * FROM rollouts WHERE id = ?", (row,))[0])
 
     def count_missing(
         self,

@@ -9,7 +9,6 @@ Everything here happens on the run's loop.
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from collections import deque
@@ -23,8 +22,9 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import EventBus, RequestTurnedAway
 from dspy_flashevolve.engine.loop import EARLY_SECONDS
 from dspy_flashevolve.engine.scheduler import Slot
+from dspy_flashevolve.engine.texts import logger_named
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 OUTAGE_SECONDS = 60.0
 """Default for how long a run waits for a provider that answers nothing. A limit a minute is over after that time, and
@@ -127,10 +127,6 @@ class TrackedRequest:
     first_failure_seconds: float = 0.0
     is_isolated: bool = False
     reason: str = ""
-
-    def record_number(self, number: int) -> None:
-        """Record which of its endpoint's requests this attempt is."""
-        self.number = number
 
 
 class Retries:

@@ -6,10 +6,9 @@ has from an interrupted run is not made again. Other requests (a reflection, a r
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Generator, Hashable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -24,8 +23,9 @@ from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
 from dspy_flashevolve.engine.retries import TrackedRequest
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, current_slot
 from dspy_flashevolve.engine.steps import Reservation, Step
+from dspy_flashevolve.engine.texts import logger_named
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 T = TypeVar("T")
 
 
@@ -76,8 +76,9 @@ class ReplyRecord(Protocol[T]):
 
 @dataclass(eq=False)
 class _Flight:
-    """A request over all of its attempts; equal rollouts wait for its end."""
+    """A request over all of its attempts; equal rollouts wait for its end, with a trace or without (``traced``)."""
 
+    traced: bool = True
     ended: anyio.Event = field(default_factory=anyio.Event)
     result: Rollout | None = None
     slot: Slot | None = None
@@ -231,11 +232,12 @@ class Rollouts:
             paid_rollout = self.journal.find_rollout(key, step.number, record.read)
             if paid_rollout is not None:
                 return paid_rollout
-        while self._single_flight and (flight := self._flights.get(key)):
+        shared = replace(key, traced=True)  # the LMs are asked the same with a trace and without
+        while self._single_flight and (flight := self._flights.get(shared)):
             on_granted()
             with self._waiting_for(flight, step):
                 await flight.ended.wait()
-            if flight.result is not None:
+            if flight.result is not None and (flight.traced == key.traced or not flight.result.error):
                 self.joined += 1
                 return flight.result
             # Its step was cancelled, or it got no answer: this step makes the rollout itself.
@@ -247,9 +249,9 @@ class Rollouts:
         if make_failure is not None and self.is_unanswered(key):
             on_granted()
             return make_failure(self.unanswerable.get(example) or self._unanswered[key])
-        flight = _Flight()
+        flight = _Flight(key.traced)
         if self._single_flight:
-            self._flights[key] = flight
+            self._flights[shared] = flight
         attempts = _RolloutAttempts(self, key, stage, step, reservation, call, record)
         try:
             flight.result = await self._retry(
@@ -261,8 +263,8 @@ class Rollouts:
                 raise
             flight.result = make_failure(self._give_up(key, step, stage, error))
         finally:
-            if self._flights.get(key) is flight:
-                del self._flights[key]
+            if self._flights.get(shared) is flight:
+                del self._flights[shared]
             flight.ended.set()
         return flight.result
 

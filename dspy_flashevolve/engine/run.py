@@ -7,7 +7,6 @@ ended.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import random
@@ -52,8 +51,9 @@ from dspy_flashevolve.engine.steps import (
     StepEnded,
     step_rng,
 )
+from dspy_flashevolve.engine.texts import logger_named
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, None]]
 

@@ -19,6 +19,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, cast
@@ -28,7 +29,7 @@ import anyio
 from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.texts import without_surrogates
-from dspy_flashevolve.evoflux.schemas import Path, Schema, faults_of, field_schema, types_of
+from dspy_flashevolve.evoflux.schemas import Path, Schema, TooMuchWorkError, faults_of, field_schema, types_of
 from dspy_flashevolve.evoflux.tools import ToolSpec, as_json
 from dspy_flashevolve.evoflux.workflow import TEXT, Node, Reference, Workflow, field_name, is_text, reference_in
 
@@ -40,7 +41,8 @@ answer in time; too large an answer; an answer against the output schema, or tha
 is not there."""
 
 MAX_OUTPUT_BYTES = 1_000_000
-"""The largest output, as JSON, that goes on to other nodes; a round number, far above what an LM can read."""
+"""The largest output, as JSON, that goes on to other nodes, and the largest arguments; a round number, far above what
+an LM can read."""
 
 
 class World(Protocol):
@@ -141,7 +143,6 @@ class EvofluxStats:
         reused: nodes that needed no call, since an equal one had run.
         tokens: of the LMs.
         answer_error: why there is no answer, though a tool has written; empty where none was lost.
-        discarded: candidates that the staleness policy turned away.
         unusable_replies: replies of the planner that were no workflow.
         stop_reason: why the search ended.
     """
@@ -152,7 +153,6 @@ class EvofluxStats:
     reused: int = 0
     tokens: int = 0
     answer_error: str = ""
-    discarded: int = 0
     unusable_replies: int = 0
     stop_reason: str = ""
 
@@ -281,8 +281,9 @@ class Executor:
             arguments = bind(node, runs, spec.input_schema)
         except RecursionError:
             raise _NotRunError("what it refers to is nested too deeply", "reference") from None
-        for path, message in faults_of(arguments, spec.input_schema):
-            raise _NotRunError(f"{field_name(path)}: {message}", "arguments", path)
+        with suppress(TooMuchWorkError):  # who is called checks them, too
+            for path, message in faults_of(arguments, spec.input_schema):
+                raise _NotRunError(f"{field_name(path)}: {message}", "arguments", path)
         writes = spec.effect != "read"
         world = self.world if self.world is not None and self.world.holds(spec.name) and not final else None
         if writes and world is None and not final:
@@ -348,18 +349,25 @@ class Executor:
         size = len(json.dumps(output))
         if size > MAX_OUTPUT_BYTES:  # a writing call has happened even where its answer is refused
             raise _NotRunError(f"the output has {size:,} bytes, more than {MAX_OUTPUT_BYTES:,}", "size")
-        for path, message in faults_of(output, spec.output_schema or {}):
-            raise _NotRunError(f"the output is not as its schema says, at {field_name(path)}: {message}", "output")
+        with suppress(TooMuchWorkError):
+            for path, message in faults_of(output, spec.output_schema or {}):
+                raise _NotRunError(f"the output is not as its schema says, at {field_name(path)}: {message}", "output")
         return output, text
 
 
 def bind(node: Node, runs: Mapping[str, NodeRun], schema: Schema) -> dict[str, Any]:
     """Replace a node's references by the fields that they name, and join its texts; what outputs hold is data."""
+    size = 0
 
     def bound(value: Any, path: Path) -> Any:
+        nonlocal size
         reference = reference_in(value)
         if reference is not None:
-            return _named(reference, runs, schema, path)
+            named = _named(reference, runs, schema, path)
+            size += len(named) if isinstance(named, str) else len(json.dumps(named))
+            if size > MAX_OUTPUT_BYTES:  # a plan of a line may name a large output a thousand times
+                raise _NotRunError(f"its arguments have more than {MAX_OUTPUT_BYTES:,} characters", "size")
+            return named
         if is_text(value):
             parts = [bound(part, (*path, TEXT, place)) for place, part in enumerate(value[TEXT])]
             return "".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
@@ -377,8 +385,9 @@ def _named(reference: Reference, runs: Mapping[str, NodeRun], schema: Schema, pa
     run = runs[reference.node]
     if run.text is not None and not reference.path:
         wanted = {"type": "string"} if TEXT in path else field_schema(schema, path)
-        if isinstance(wanted, dict) and "string" in types_of(wanted) and faults_of(run.output, wanted):
-            return run.text
+        with suppress(TooMuchWorkError):
+            if isinstance(wanted, dict) and "string" in types_of(wanted) and faults_of(run.output, wanted):
+                return run.text
     value: Any = run.output
     for position, part in enumerate(reference.path):
         try:

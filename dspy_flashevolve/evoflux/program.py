@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -20,7 +20,6 @@ from dspy.utils.exceptions import AdapterParseError
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot, in_slot
-from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.evoflux.execution import EvofluxStats, Execution, Executor, World
 from dspy_flashevolve.evoflux.search import (
     Candidate,
@@ -126,9 +125,7 @@ class Evoflux(dspy.Module):
         max_candidates: workflows that are run for a question.
         width: candidates that live at once, and plans that are asked for first. With one it is lockstep; more end a
             question sooner and pay more tokens.
-        staleness: "full", "guarded", "reflective" or a policy: what becomes of a candidate whose parent has left.
         tool_timeout_seconds: the longest that one call may take.
-        seed: of the search's choices.
         without: mechanisms that are left out, see :class:`~.search.SearchSettings`.
 
     Raises:
@@ -150,9 +147,7 @@ class Evoflux(dspy.Module):
         num_threads: int = 8,
         max_candidates: int = 30,
         width: int = 1,
-        staleness: Literal["full", "guarded", "reflective"] | StalenessPolicy = "full",
         tool_timeout_seconds: float = 30.0,
-        seed: int | None = 0,
         without: Sequence[Mechanism] = (),
     ) -> None:
         super().__init__()
@@ -177,8 +172,6 @@ class Evoflux(dspy.Module):
             max_candidates=max_candidates,
             width=width,
             checks=tuple(checks),
-            staleness=policy_named(staleness),
-            seed=seed,
             without=frozenset(without),
         )
         self.requests = Requests(num_threads)

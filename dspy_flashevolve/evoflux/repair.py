@@ -1,4 +1,4 @@
-"""Changes to a workflow that need no language model: repairs of what the check or a run complains of, and edits."""
+"""Repairs of a workflow that need no language model: of what the check or a run complains of."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import contextlib
 import copy
 import itertools
 import json
-import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any, cast
 
-from dspy_flashevolve.evoflux.execution import Execution, Fault
+from dspy_flashevolve.evoflux.execution import Execution
 from dspy_flashevolve.evoflux.schemas import Path, Schema, can_fit, faults_of, properties_of
-from dspy_flashevolve.evoflux.tools import CHECK, ToolSpec
-from dspy_flashevolve.evoflux.workflow import Complaint, Node, Reference, Workflow, reference_in, wanted_at
+from dspy_flashevolve.evoflux.tools import ToolSpec
+from dspy_flashevolve.evoflux.workflow import Complaint, Node, Reference, Workflow, wanted_at
 
 LIKENESS = 0.55
 """Similarity of two names (difflib's ratio) from which one is taken for the other. A round number: "city_name" and
@@ -26,13 +25,17 @@ SURE = 0.75
 CLEAR = 0.05
 """Of two tools whose names are alike by less than this difference, and that both take what is given, an LM has to say
 which one is meant: "run_query" is like "read_query" by .74 and like "write_query" by .70."""
+_LONGEST_NAME = 100
+"""Characters of names that are compared, in quadratic time: an output's key may have a million."""
+_MOST_FIELDS = 1000
+"""Fields of an output that are looked through; a round number."""
 _ROUNDS = 8
 """Repairs follow on each other (a tool is named right, then its parameters); more rounds than that go in circles."""
 
 
 def alike(first: str, second: str) -> float:
     """How alike two names are, from 0 to 1; one that holds the other counts as nearly the same."""
-    first, second = first.lower(), second.lower()
+    first, second = first[:_LONGEST_NAME].lower(), second[:_LONGEST_NAME].lower()
     ratio = SequenceMatcher(None, first, second).ratio()
     holds = min(len(first), len(second)) > 1 and (first in second or second in first)
     return max(ratio, 0.8) if holds else ratio
@@ -46,7 +49,7 @@ def closest(name: str, names: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Repairer:
-    """Repairs and edits workflows by what schemas, names and known values say.
+    """Repairs workflows by what schemas, names and known values say.
 
     Args:
         tools: the catalogue.
@@ -60,8 +63,6 @@ class Repairer:
 
     def repaired(self, workflow: Workflow) -> Workflow:
         """Repair what the static check complains of, as far as it is clear how."""
-        for node in workflow.nodes:
-            workflow = with_node(workflow, node, self._with_what_was_looked_up(workflow, node))
         for _ in range(_ROUNDS):
             complaints = workflow.check(self.tools)
             # Identifiers first: while two nodes share one, a complaint does not say which of them it means.
@@ -74,110 +75,14 @@ class Repairer:
             workflow = changed
         return workflow
 
-    def _with_what_was_looked_up(self, workflow: Workflow, node: Node) -> Node:
-        """Take a parameter from the output of another node that was given the same text for something else.
-
-        Small planners write ``order(sku="tea")`` after ``find(name="tea")``, which returns the sku.
-        """
-        spec, changed = self.tools.get(node.tool), node
-        for name, schema in properties_of(spec.input_schema if spec is not None else None).items():
-            text = node.parameters.get(name)
-            if not isinstance(text, str) or not text:
-                continue
-            for source in sources(workflow, node):
-                has_it = any(other != name and given == text for other, given in source.parameters.items())
-                reference = self._field_of(source, [name], schema) if has_it else None
-                if reference is not None:
-                    changed = with_parameter(changed, (name,), reference.as_json())
-                    break
-        return changed
-
     def repaired_run(self, workflow: Workflow, execution: Execution) -> Workflow:
-        """Repair what a run complained of: references to fields that are not there, arguments against the schema.
-
-        Of a node whose tool raised, texts are spelled as the question does, or are the result that they name.
-        """
+        """Repair what a run complained of: references to fields that are not there, arguments against the schema."""
         known = replace(self, outputs=execution.outputs)
         for run in execution.failures:
             if run.path and run.tool in self.tools:
                 complaint = Complaint(run.node, run.path, run.error, "reference")
                 workflow = known._answered(workflow, complaint)
-            elif run.fault == "exception":
-                node = next(node for node in workflow.nodes if node.id == run.node)
-                names = {source.id for source in sources(workflow, node)}
-                workflow = with_node(workflow, node, node.changed(parameters=self._as_meant(node.parameters, names)))
         return known.repaired(workflow)
-
-    def _as_meant(self, value: Any, names: set[str]) -> Any:
-        """Spell texts of a value as the question does, "Tea" as "tea", and take the quotes from a result's name."""
-        if isinstance(value, dict) and reference_in(value) is None:
-            return {name: self._as_meant(inner, names) for name, inner in cast("dict[str, Any]", value).items()}
-        if isinstance(value, list):
-            return [self._as_meant(inner, names) for inner in cast("list[Any]", value)]
-        asked = [text for text in self.inputs.values() if isinstance(text, str)]
-        if not isinstance(value, str) or not value or any(value in text for text in asked):
-            return value
-        if value in names:
-            return Reference(value).as_json()
-        if len(value) <= 3 and value.isupper():  # a code such as "US", and no "us" of the question
-            return value
-        found = (re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text, re.IGNORECASE) for text in asked)
-        return next((match.group() for match in found if match), value)
-
-    def edits(
-        self, workflow: Workflow, execution: Execution, rng: random.Random, everywhere: bool = False
-    ) -> Iterator[Workflow]:
-        """Yield workflows with one edit, in random order, those at the nodes that failed first.
-
-        An edit swaps a tool, sets a parameter, adds, removes or reorders a node, or inserts a check.
-
-        Args:
-            everywhere: edit nodes that ran, too. Only where a goal is checked does that tell better from worse.
-        """
-        failed: dict[str, Fault] = {run.node: run.fault for run in execution.failures}
-        for node in sorted(workflow.nodes, key=lambda node: (node.id not in failed, rng.random())):
-            if everywhere or node.id in failed:
-                edited = list(self._edits_at(workflow, node, failed.get(node.id, "")))
-                rng.shuffle(edited)
-                yield from edited
-
-    def _edits_at(self, workflow: Workflow, node: Node, fault: Fault) -> Iterator[Workflow]:
-        spec = self.tools.get(node.tool)
-        others = [other for name, other in self.tools.items() if name not in (node.tool, CHECK)]
-        later = dependants(workflow, node.id)
-        # Swap the tool for one that takes all that the node gives, so that what was meant is not lost. One that needs
-        # less is no answer to a parameter that is missing.
-        is_tool_at_fault = bool(node.parameters) and fault not in ("arguments", "reference")
-        for other in others if is_tool_at_fault else ():
-            if set(node.parameters) <= set(properties_of(other.input_schema)):
-                yield with_node(workflow, node, node.changed(tool=other.name))
-        if spec is None:
-            return
-        parameters = properties_of(spec.input_schema)
-        for name, schema in parameters.items():  # set a parameter to a value that its schema names, or to a field
-            is_unset = "default" in schema and name not in node.parameters  # what was written is not lost
-            values = cast("list[Any]", schema.get("enum") or ([schema["default"]] if is_unset else []))
-            found = (self._field_of(source, [name], schema) for source in sources(workflow, node))
-            for value in [*values, *(reference.as_json() for reference in found if reference is not None)]:
-                if node.parameters.get(name) != value:
-                    yield with_node(workflow, node, with_parameter(node, (name,), value))
-        if not later and len(workflow.nodes) > 1:  # remove a node that no other needs
-            yield with_node(workflow, node)
-        for other in workflow.nodes:  # let the node run after another one
-            if other.id not in {node.id, *node.needs, *later}:
-                yield with_node(workflow, node, node.changed(after=(*node.after, other.id)))
-        for path, reference in node.references:  # check a value before the node takes it
-            wanted = wanted_at(spec.input_schema, path)
-            if not isinstance(wanted, str) and wanted and all(other.tool != CHECK for other in workflow.nodes):
-                given = {"value": reference.as_json(), "schema": wanted}
-                check = Node(id=free_name(workflow, "check"), tool=CHECK, parameters=given)
-                yield with_node(workflow, node, check, node.changed(after=(*node.after, check.id)))
-        for other in others:  # add a reading node that needs nothing and gives a parameter
-            if other.effect == "read" and not other.input_schema.get("required"):
-                added = Node(id=free_name(workflow, other.name), tool=other.name)
-                for name, schema in parameters.items():
-                    if reference := self._field_of(added, [name], schema):
-                        yield with_node(workflow, node, added, with_parameter(node, (name,), reference.as_json()))
 
     def _answered(self, workflow: Workflow, complaint: Complaint) -> Workflow:
         """Answer one complaint, or leave the workflow as it is."""
@@ -207,7 +112,7 @@ class Repairer:
     def _tool_like(self, node: Node) -> str | None:
         """Return the tool that a node most likely means, by name and parameters; None where two may be meant."""
         given = set(node.parameters)
-        known = {name: set(properties_of(spec.input_schema)) for name, spec in self.tools.items() if name != CHECK}
+        known = {name: set(properties_of(spec.input_schema)) for name, spec in self.tools.items()}
         likeness = {name: alike(node.tool, name) for name in known}
 
         def fit(name: str) -> float:
@@ -244,7 +149,7 @@ class Repairer:
     def _field_of(self, source: Node, names: Sequence[str], wanted: Schema) -> Reference | None:
         """Find the field of an output that fits and has one of some names; of two, the second was asked for in vain."""
         if source.id in self.outputs:
-            fields = list(_fields_in(self.outputs[source.id]))
+            fields = list(itertools.islice(_fields_in(self.outputs[source.id]), _MOST_FIELDS))
             fitting = [path for path, value in fields if not faults_of(value, wanted)]
         else:
             spec = self.tools.get(source.tool)

@@ -2,12 +2,11 @@
 
 .. code-block:: text
 
-    plan -> check -> execute -> admit                     (the first candidate; a redesign)
-    select -> repair -> check -> execute -> admit         (every other; version + 1 an admission)
-              (from the run; an edit without an LM; one LM edit)
+    plan -> check -> execute -> admit            (the first candidates)
+    repair -> check -> execute -> admit          (every other, of the best: by what its run said, else by an LM)
 
-Source: Evoflux (arXiv 2606.12674): growth, intensity, redesign and diversity pruning. Where the paper leaves a number
-open, or its reference code does otherwise, the reason stands beside the constant.
+Source: Evoflux (arXiv 2606.12674). Of its search only this is here. Edits without an LM, and parents other than the
+best, reach fewer goals in the benchmark; redesign and diversity pruning hardly ever fire.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ import inspect
 import itertools
 import json
 import math
-import random
 import statistics
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -32,42 +29,28 @@ from dspy.utils.exceptions import AdapterParseError
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.batches import gather
-from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, Place, StalenessPolicy
 from dspy_flashevolve.evoflux.execution import Execution, Executor
 from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan
 from dspy_flashevolve.evoflux.repair import Repairer
+from dspy_flashevolve.evoflux.schemas import TooMuchWorkError, limited_work
 from dspy_flashevolve.evoflux.stubs import python_names, stub_of
-from dspy_flashevolve.evoflux.tools import CHECK
 from dspy_flashevolve.evoflux.workflow import REFERENCE, TEXT, Workflow
 
-POPULATION = 15
-"""K, candidates that are kept (the paper's)."""
-DECAY = 0.9
-"""Share of the growth that is left after a step (the paper's)."""
-REDESIGN_BELOW = 0.12
-"""Growth under which the workflow is planned anew (the paper's)."""
-FIRST_GROWTH = 0.18
-"""Growth at the beginning, so that a redesign is due after four steps without a gain (.18 * .9^4 < .12). From 0, as in
-the reference code, it is due at once, and since .1 * delta^2 of a score up to 1 is never above .12, always: a timer."""
-COOL_DOWN = 4
-"""Steps between two redesigns; as many as a redesign is waited for at the beginning."""
-LEAST_SCORE = 0.1
-"""Scores are compared relative to the best so far, but not to less than this: a gain from 0 would be infinite."""
 FEEDBACK_CHARACTERS = 600
 """Characters of one output that a planner sees: what fields there are, not all that is in them. A round number."""
 FUTILE_STEPS = 12
-"""Steps in a row that find nothing new to try, after which the search ends: edits without an LM are few."""
+"""Steps in a row that find nothing new to try, after which the search ends. A round number."""
 
-Origin = Literal["plan", "redesign", "repair", "edit", "LM edit"]
-"""How a candidate was made: planned; planned anew; repaired by what its run said; edited without an LM; by one."""
-Mechanism = Literal["static repair", "edits", "LM edits", "redesign", "diversity"]
+Origin = Literal["plan", "repair", "LM edit"]
+"""How a candidate was made: planned; repaired by what its run said; edited by an LM."""
+Mechanism = Literal["static repair", "LM edits"]
 GoalCheck = Callable[[Mapping[str, Any]], "bool | float | Awaitable[bool | float]"]
 """Node -> output, of a workflow that ran completely, to whether the goal is reached, or how far, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class QueryStep:
-    """A candidate on its way: the version of its population when it began, its parent's score, and a number."""
+    """A candidate on its way: its parent's score, and a number. A version is what the scheduler asks of every step."""
 
     version: int = 0
     value: float = 0.0
@@ -88,8 +71,6 @@ class SearchSettings:
     max_candidates: int
     width: int
     checks: Sequence[GoalCheck]
-    staleness: StalenessPolicy
-    seed: int | None
     without: frozenset[Mechanism]
 
 
@@ -115,26 +96,10 @@ class Candidate:
     score: float = 0.0
     goal: float | None = None
 
-
-def grown(growth: float, best: float, score: float) -> float:
-    """Count a step's gain over the best score so far, relative to it: G <- .9 G + .1 delta^2."""
-    delta = max(0.0, score - best) / max(best, LEAST_SCORE)
-    return DECAY * growth + (1 - DECAY) * delta**2
-
-
-def intensity(growth: float) -> float:
-    """How much is explored, from .1 (it grows) to .7: I = .1 + .6 / (1 + sqrt G)."""
-    return 0.1 + 0.6 / (1 + math.sqrt(growth))
-
-
-def pruned(candidates: Sequence[Candidate], size: int = POPULATION, diverse: bool = True) -> list[Candidate]:
-    """Keep at most ``size`` candidates: the worst of the most frequent structure goes first, the best never."""
-    kept = sorted(candidates, key=lambda each: (-each.score, not each.execution.is_complete, each.number))
-    while len(kept) > size:
-        counts = Counter(candidate.workflow.structure for candidate in kept)
-        worst = max(range(1, len(kept)), key=lambda place: (diverse and counts[kept[place].workflow.structure], place))
-        del kept[worst]
-    return kept
+    @property
+    def rank(self) -> tuple[float, bool, int]:
+        """The best has the highest."""
+        return self.score, self.execution.is_complete, -self.number
 
 
 def evidence(execution: Execution, planned: int) -> float:
@@ -183,30 +148,24 @@ class Search:
         self.settings, self.executor, self.stats = settings, executor, executor.stats
         self._planning, self._editing, self._request, self._tokens = planning, editing, request, tokens
         self._names = python_names(executor.tools)
-        shown = [stub_of(spec, self._names[name]) for name, spec in executor.tools.items() if name != CHECK]
+        shown = [stub_of(spec, self._names[name]) for name, spec in executor.tools.items()]
         self._asked = {**inputs, "tools": "\n".join(shown)}
         self._repairer, self._is_alone = Repairer(executor.tools, _plain(inputs)), is_alone
         self._last_reply = ""
-        self.population: list[Candidate] = []
-        """The best first."""
-        self.growth = FIRST_GROWTH
-        self.version = self.steps = 0
-        self._rng = random.Random(settings.seed)
-        self._seen: set[str] = set()
-        self._last_redesign = self._futile = self._asking = self._replies = 0
-        self._others = anyio.CancelScope()
-
-    @property
-    def best(self) -> Candidate | None:
+        self.best: Candidate | None = None
         """The candidate with the most evidence; of equals one that ran completely, and the earliest."""
-        return self.population[0] if self.population else None
+        self._repair: Workflow | None = None
+        """The best, repaired by what its run observed; None where that changes nothing, or was tried."""
+        self._seen: set[str] = set()
+        self._futile = self._asking = self._replies = 0
+        self._others = anyio.CancelScope()
 
     async def run(self) -> Candidate | None:
         """Search until a workflow runs completely, or a limit is reached; return the best, None where there is none."""
         with anyio.move_on_after(self.settings.max_seconds) as scope, self._others:
             await gather([self.step] * self.settings.width)
             # What costs no tokens goes first, before several steps ask the LM about the same fault.
-            while self._goes_on() and (not self.population or self._free_repair() is not None):
+            while self._goes_on() and (self.best is None or self._repair is not None):
                 await self.step()
             await gather([self._work] * self.settings.width)
         if scope.cancelled_caught:
@@ -233,23 +192,20 @@ class Search:
 
     async def step(self) -> None:
         """Take one candidate from its making to its admission."""
-        self.steps += 1
-        repaired = self._free_repair()
-        parent = self.best if repaired is not None else self._select()
-        step = QueryStep(self.version, parent.score if parent else 0.0)
+        step = QueryStep(value=self.best.score if self.best else 0.0)
         try:
-            made = await self._propose(step, parent, repaired)
+            made = await self._propose(step)
         except (AdapterParseError, PlanError) as error:  # the reply is no workflow
             self.stats.unusable_replies += 1
             self._last_reply = f"The last reply could not be read. {error}"[:FEEDBACK_CHARACTERS]
             made = None
         except dspy.LMError as error:
-            if not self.population or not self._is_alone:
+            if self.best is None or not self._is_alone:
                 raise
             self.stats.stop_reason = f"the planner's LM failed: {error}"[:FEEDBACK_CHARACTERS]
             return
         if made is None or str(made.workflow) in self._seen:
-            if made is not None and made.origin in ("redesign", "LM edit"):
+            if made is not None and made.origin == "LM edit":
                 self._last_reply = "The last reply was tried before: write others."
             self._futile += 1
             await anyio.lowlevel.checkpoint()
@@ -258,27 +214,21 @@ class Search:
         self._seen.add(str(made.workflow))
         self.stats.candidates += 1
         made = replace(made, number=self.stats.candidates)
-        if self._is_discarded("after_propose", step, parent):
-            return
         execution = await self.executor.run(made.workflow)
         score, goal = evidence(execution, made.planned), None
         if self.settings.checks and not execution.waits:
             goal = await self._goal(execution)
             score = (score + goal) / 2
-        if not self._is_discarded("before_commit", step, parent):
-            self._admit(replace(made, execution=execution, score=score, goal=goal))
+        self._admit(replace(made, execution=execution, score=score, goal=goal))
 
     def _admit(self, candidate: Candidate) -> None:
-        best = self.best
-        if best is not None:
-            self.growth = grown(self.growth, best.score, candidate.score)
         self.stats.origins[candidate.origin] += 1
-        self.population = pruned([*self.population, candidate], diverse="diversity" not in self.settings.without)
-        self.version += 1
+        if self.best is None or candidate.rank > self.best.rank:
+            self.best, self._repair = candidate, self._repaired(candidate)
+            self.executor.keep_calls_for(candidate.workflow)
         if candidate.score >= 1:  # what the other steps are about cannot be better
             self.stats.stop_reason = "a workflow ran completely"
             self._others.cancel()
-        self.executor.keep_calls_for(self.population[0].workflow)
 
     async def _goal(self, execution: Execution) -> float:
         if not execution.is_complete:
@@ -286,36 +236,21 @@ class Search:
         results = [check(execution.outputs) for check in self.settings.checks]
         return statistics.mean([float(await each if inspect.isawaitable(each) else each) for each in results])
 
-    def _select(self) -> Candidate | None:
-        """Any candidate with the probability of the intensity, else the best."""
-        if not self.population:
-            return None
-        return self._rng.choice(self.population) if self._rng.random() < intensity(self.growth) else self.best
-
-    async def _propose(self, step: QueryStep, parent: Candidate | None, repaired: Workflow | None) -> Candidate | None:
+    async def _propose(self, step: QueryStep) -> Candidate | None:
         """Make a workflow; None where nothing was found."""
-        without = self.settings.without
-        if parent is None:
-            return self._written("plan", await self._plan(step, self._last_reply or "none yet"))
-        if repaired is not None:
-            return Candidate(repaired, "repair", parent.planned)
-        is_due = self.growth < REDESIGN_BELOW and self.steps - self._last_redesign >= COOL_DOWN
-        if is_due and "redesign" not in without:
-            self._last_redesign = self.steps
-            best = self.population[:3]
-            tried = [f"Tried before:\n{self._shown(each)}\n{self._feedback_on(each)}" for each in best]
-            return self._written("redesign", await self._plan(step, "\n\n".join(tried)))
-        edited = self._edited(parent) if self._rng.random() < intensity(self.growth) or "LM edits" in without else None
-        if edited is not None or "LM edits" in without:
-            return edited
-        feedback = f"{self._feedback_on(parent)}\n{self._last_reply}".rstrip()
-        fields = {"workflow": self._shown(parent), "feedback": feedback}
-        edited = await self._reply("repair", step, self._editing, **fields)
-        made = self._written("LM edit", edited, parent.execution.outputs)
-        return replace(made, planned=max(parent.planned, made.planned))
-
-    async def _plan(self, step: QueryStep, feedback: str) -> Workflow:
-        return await self._reply("plan", step, self._planning, feedback=feedback)
+        best = self.best
+        if best is None:
+            feedback = self._last_reply or "none yet"
+            return self._written("plan", await self._reply("plan", step, self._planning, feedback=feedback))
+        if self._repair is not None:
+            repaired, self._repair = self._repair, None
+            return Candidate(repaired, "repair", best.planned)
+        if "LM edits" in self.settings.without:
+            return None
+        feedback = f"{self._feedback_on(best)}\n{self._last_reply}".rstrip()
+        edited = await self._reply("repair", step, self._editing, workflow=self._shown(best), feedback=feedback)
+        made = self._written("LM edit", edited, best.execution.outputs)
+        return replace(made, planned=max(best.planned, made.planned))
 
     async def _reply(self, stage: str, step: QueryStep, predictor: dspy.Predict, **fields: str) -> Workflow:
         """Ask for a plan, and read it."""
@@ -339,44 +274,24 @@ class Search:
 
     def _feedback_on(self, candidate: Candidate) -> str:
         """Say for an LM what the check and the run had against a workflow."""
-        lines = [f"check: {complaint}" for complaint in candidate.workflow.check(self.executor.tools)]
+        lines = [
+            f"check: {complaint}"[:FEEDBACK_CHARACTERS] for complaint in candidate.workflow.check(self.executor.tools)
+        ]
         lines += [f"node {run.node!r}: {run.outcome(FEEDBACK_CHARACTERS)}" for run in candidate.execution.runs]
         return "\n".join([*lines, "The goal was not reached."] if candidate.execution.is_complete else lines)
 
-    def _free_repair(self) -> Workflow | None:
-        """The best candidate, repaired by what its run observed; None where that changes nothing, or was tried."""
-        best = self.best
-        if best is None or "static repair" in self.settings.without:
-            return None
-        repaired = self._repairer.repaired_run(best.workflow, best.execution)
-        return None if str(repaired) in self._seen else repaired
-
-    def _edited(self, parent: Candidate) -> Candidate | None:
-        """Edit a candidate without an LM into one that was not tried, and that passes the check."""
-        if "edits" in self.settings.without:
-            return None
-        checks = bool(self.settings.checks)
-        for edited in self._repairer.edits(parent.workflow, parent.execution, self._rng, everywhere=checks):
-            made = self._written("edit", edited)
-            if str(made.workflow) not in self._seen and not made.workflow.check(self.executor.tools):
-                return replace(made, planned=max(parent.planned, made.planned))
+    def _repaired(self, candidate: Candidate) -> Workflow | None:
+        """Repair a candidate by what its run observed; None where that changes nothing, or was tried."""
+        with suppress(TooMuchWorkError), limited_work():
+            if "static repair" not in self.settings.without:
+                repaired = self._repairer.repaired_run(candidate.workflow, candidate.execution)
+                return None if str(repaired) in self._seen else repaired
         return None
 
     def _written(self, origin: Origin, workflow: Workflow, outputs: Mapping[str, Any] | None = None) -> Candidate:
         """Repair a new workflow by its schemas, before any call."""
         planned = len(workflow.nodes)
-        if "static repair" not in self.settings.without:
-            workflow = replace(self._repairer, outputs=outputs or {}).repaired(workflow)
+        with suppress(TooMuchWorkError), limited_work():
+            if "static repair" not in self.settings.without:
+                workflow = replace(self._repairer, outputs=outputs or {}).repaired(workflow)
         return Candidate(workflow, origin, planned)
-
-    def _is_discarded(self, place: Place, step: QueryStep, parent: Candidate | None) -> bool:
-        """Ask the staleness policy; what it would have read again by an LM is edited from the best next time."""
-        policy = self.settings.staleness
-        if place not in policy.looks or parent is None:
-            return False
-        is_orphan = all(each.number != parent.number for each in self.population)
-        history = History(self.version, self.stats.discarded, self.stats.candidates - self.stats.discarded)
-        decision = policy.decide(Look(place, step.version, is_orphan), history)
-        is_discarded = isinstance(decision, Discard) or (isinstance(decision, Integrate) and is_orphan)
-        self.stats.discarded += is_discarded
-        return is_discarded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +18,19 @@ from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.evoflux.schemas import Schema, faults_of, types_of, valid_schema
+from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.evoflux.schemas import Schema, fault_of_schema, types_of
 
 Effect = Literal["read", "idempotent", "write"]
 """What a call does: nothing; the same as two calls do; or something that must not happen twice."""
-CHECK = "check"
-"""Name of the tool that a workflow always has, see :func:`check`."""
 LIST_SECONDS = 60.0
 """The longest that a session may take to list its tools; a round number, above the start of two slow servers."""
+MOST_PAGES = 100
+"""Pages of tools that a session may list; a round number, ten times what a server of a thousand tools needs."""
 _LONGEST_TEXT = 200_000
 """Characters of a text output that is read as JSON; a longer one stays a text. A round number."""
+
+logger = logger_named(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,8 @@ def spec_of(tool: Any, effect: Effect | None = None) -> ToolSpec:
         "additionalProperties": made.has_kwargs,
     }
     description = " ".join(str(made.desc or "").split())
+    # Arguments were checked before: dspy's own check of a server's schema may take for ever.
+    made = made.model_copy(update={"args": {name: {} for name in made.args or {}}})
     function = made.acall if inspect.iscoroutinefunction(made.func) else made
     return ToolSpec(str(made.name), description, schema, _returned(made.func), effect or "write", function)
 
@@ -144,9 +150,25 @@ def spec_of_mcp(session: Any, tool: Any, effect: Effect | None = None) -> ToolSp
     annotated: Effect = "write"
     if hints is not None and (hints.readOnlyHint or hints.idempotentHint):
         annotated = "read" if hints.readOnlyHint else "idempotent"
-    # What is no schema says nothing: the server checks the parameters, too.
-    schema, output = valid_schema(tool.inputSchema) or {"type": "object"}, valid_schema(tool.outputSchema)
-    return ToolSpec(tool.name, " ".join((tool.description or "").split()), schema, output, effect or annotated, call)
+    description = " ".join((tool.description or "").split())
+    return ToolSpec(tool.name, description, tool.inputSchema, tool.outputSchema, effect or annotated, call)
+
+
+async def tools_of(session: Any) -> list[Any]:
+    """List the tools of an MCP session, of all its pages.
+
+    Raises:
+        RuntimeError: there are more than MOST_PAGES.
+    """
+    page = await session.list_tools()
+    tools = list(page.tools)
+    for _ in range(MOST_PAGES):
+        cursor = getattr(page, "nextCursor", None)
+        if not cursor:
+            return tools
+        page = await session.list_tools(cursor)
+        tools += page.tools
+    raise RuntimeError(f"{type(session).__name__} lists more than {MOST_PAGES} pages of tools, expected an end.")
 
 
 async def call_mcp(session: Any, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -155,7 +177,7 @@ async def call_mcp(session: Any, name: str, arguments: Mapping[str, Any]) -> Any
     Raises:
         RuntimeError: the server reported an error of the tool.
     """
-    result = await session.call_tool(name, arguments=dict(arguments))
+    result = await result_of(session, name, arguments)
     if result.structuredContent is not None and not result.isError:
         return result.structuredContent
     found: list[Any] = []
@@ -168,17 +190,23 @@ async def call_mcp(session: Any, name: str, arguments: Mapping[str, Any]) -> Any
     return found[0] if len(found) == 1 else found
 
 
-async def check(value: Any, schema: dict[str, Any]) -> Any:
-    """Fails unless the value satisfies the JSON Schema, else returns the value."""
-    for _, message in faults_of(value, schema):
-        raise ValueError(f"the value is not as it should be: {message}")
-    return value
+async def result_of(session: Any, name: str, arguments: Mapping[str, Any]) -> Any:
+    """Call a tool of an MCP session, without the SDK's own check of the output, which may take for ever."""
+    if not hasattr(session, "send_request"):
+        return await session.call_tool(name, arguments=dict(arguments))
+    types = importlib.import_module("mcp.types")
+    call = types.CallToolRequest(
+        method="tools/call", params=types.CallToolRequestParams(name=name, arguments=dict(arguments))
+    )
+    return await session.send_request(types.ClientRequest(call), types.CallToolResult)
 
 
 async def catalogue_of(
     given: Sequence[Any], effects: Mapping[str, Effect] | Effect | None = None
 ) -> dict[str, ToolSpec]:
     """List the tools there are now: of dspy, functions, and those of MCP sessions.
+
+    A tool whose schema is too large or too deep is left out, with a warning that names it.
 
     Args:
         given: ``dspy.Tool`` objects, functions, tool specifications, or MCP sessions.
@@ -196,14 +224,14 @@ async def catalogue_of(
     def effect_of(name: str) -> Effect | None:
         return effects.get(name) if isinstance(effects, Mapping) else effects
 
-    tools: list[ToolSpec] = [spec_of(check, "read")]
+    tools: list[ToolSpec] = []
     for tool in given:
         if isinstance(tool, ToolSpec):
             tools.append(tool)
         elif hasattr(tool, "list_tools"):
             try:
                 with anyio.fail_after(LIST_SECONDS):
-                    listed = (await tool.list_tools()).tools
+                    listed = await tools_of(tool)
             except TimeoutError:
                 message = f"{type(tool).__name__} did not list its tools within {LIST_SECONDS:g} seconds."
                 raise RuntimeError(message) from None
@@ -214,5 +242,10 @@ async def catalogue_of(
     names = [tool.name for tool in tools]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigurationError(f"tools: {twice} are there more than once; give them other names. {CHECK!r} is taken.")
-    return {tool.name: tool for tool in tools}
+        raise ConfigurationError(f"tools: {twice} are there more than once; give them other names.")
+    catalogue = {spec.name: spec for spec in tools}
+    for name, spec in list(catalogue.items()):
+        if fault := fault_of_schema(spec.input_schema) or fault_of_schema(spec.output_schema):
+            logger.warning("The tool %.200r is left out: %s.", name, fault)
+            del catalogue[name]
+    return catalogue

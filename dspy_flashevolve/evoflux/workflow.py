@@ -12,13 +12,22 @@ import json
 import keyword
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.evoflux.schemas import Path, Schema, can_fit, faults_of, field_schema
+from dspy_flashevolve.evoflux.schemas import (
+    Path,
+    Schema,
+    TooMuchWorkError,
+    can_fit,
+    faults_of,
+    field_schema,
+    limited_work,
+)
 from dspy_flashevolve.evoflux.tools import ToolSpec
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -193,12 +202,6 @@ class Workflow:
             done[ready.id] = ready
         return tuple(done.values())
 
-    @property
-    def structure(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The tools and edges, but no parameter's value: candidates of one structure count as alike."""
-        numbers = {node.id: number for number, node in enumerate(self.nodes)}
-        return tuple((node.tool, tuple(sorted(numbers.get(need, -1) for need in node.needs))) for node in self.nodes)
-
     def mermaid(self) -> str:
         """Draw the graph as a Mermaid flowchart; an edge is named after the field that it gives."""
         lines = ["flowchart TD"]
@@ -215,7 +218,8 @@ class Workflow:
         A workflow without complaints names tools that exist, its literal parameters satisfy their schemas, and its
         references name fields that earlier nodes may have, of a type that fits.
         """
-        complaints = list(_complaints(self, tools))
+        with limited_work():
+            complaints = list(_complaints(self, tools))
         if all(complaint.kind in ("parameter", "tool") for complaint in complaints):
             ran = {node.id for node in self.ordered()}
             for node in self.nodes:
@@ -244,8 +248,9 @@ def _complaints(workflow: Workflow, tools: Mapping[str, ToolSpec]) -> Iterator[C
             yield Complaint(node.id, ("tool",), f"there is no tool {node.tool!r}, but {sorted(tools)}", "tool")
         else:
             opaque = [path for path, _ in node.references]
-            for path, message in faults_of(node.parameters, spec.input_schema, opaque):
-                yield Complaint(node.id, path, message, "parameter")
+            with suppress(TooMuchWorkError):
+                for path, message in faults_of(node.parameters, spec.input_schema, opaque):
+                    yield Complaint(node.id, path, message, "parameter")
             for path, reference in node.references:
                 if message := _reference_fault(reference, wanted_at(spec.input_schema, path), by_id, tools):
                     yield Complaint(node.id, path, message, "reference")

@@ -1,47 +1,186 @@
-"""Taking prompts apart: what a child changes in the text it was made from, and texts with some of the changes in them.
+"""Edits of prompts as data, and texts with some of the edits in them.
 
 A text is a sequence of parts (``gepa/parts.py``). A ``Weave`` has every part that any text of a run has had, in one
-order, as the weave of a version control system (SCCS, Rochkind 1975) has the lines of all versions. A change puts some
-of these parts in and takes others out. So a part is told apart by its place, never by its words alone, and a change
-lands where it was made.
-
-What is composed of a child's changes is that child, character for character but for space at the ends of lines; a child
-for which this does not hold is not taken apart.
+order, as the weave of a version control system (SCCS, Rochkind 1975) has the lines of all versions. An edit says of
+which part it is, so it becomes a change (parts that go in, parts that go out) without any comparison of texts, and it
+lands in the place where it was made, whichever other changes are there. A text that was written as a whole has no
+edits: it stands for itself, and is never taken apart.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
-from typing import Any
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, Literal, cast
+
+from pydantic import BaseModel, Field, model_validator
 
 from dspy_flashevolve.gepa.parts import (
     NUMBER,
+    REWORDED,
     Part,
     ends_in_fence,
-    face_of,
     is_item,
-    is_json,
-    is_worded_as,
     level_of,
     likeness,
     normal,
     parts_of,
-    same_text,
+    said_once,
     sections_of,
     title_of,
+    wording_of,
     words_of,
 )  # fmt: skip
 
-KEPT = 0.5
-"""Share of its parent's parts that a child has to keep or reword, one of them word for word; else it is a rewrite
-that stands for itself."""
-MOST_CHANGES = 8
-"""A whole text that comes apart into more changes is taken apart less finely: by differing hunks, by sections, not at
-all. Reflection models add 30 lines at a time; effects of so many are never told apart within a budget. Edits are
-changes each, however many: each is right on its own."""
+MOST_PARTS = 8
+"""An edit of more parts that makes more than half of a text is the whole text in the form of an edit. Not tuned."""
+RELATED = 0.3
+"""Share of their words that a part and an addition have in common, from which the addition belongs behind the part.
+Lines on one label of `symptom2disease` share more, lines on two share less."""
+
+
+class Edit(BaseModel):
+    """One edit of an instruction whose parts are numbered from 1."""
+
+    action: Literal["add", "replace", "remove"] = Field(
+        description="add: put the text behind the part; replace: put it in the part's place; remove: take the part out."
+    )
+    part: int = Field(description="The number of the part; 0 for an addition at the start.")
+    text: str = Field(default="", description="The new part; empty to remove one.")
+    reason: str = Field(default="", description="In half a sentence, what in the feedback asks for it.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_meant(cls, values: Any) -> Any:
+        """Take null for a field that is left out, "Add" for "add", and "[3]" for 3, as parts are shown."""
+        if not isinstance(values, dict):
+            return values
+        fields = {name: value for name, value in cast("dict[str, Any]", values).items() if value is not None}
+        action, part = fields.get("action"), fields.get("part")
+        return {
+            **fields,
+            **({"action": action.strip().lower()} if isinstance(action, str) else {}),
+            **({"part": part.strip().strip("[]")} if isinstance(part, str) else {}),
+        }
+
+    @classmethod
+    def in_text(cls, answer: str) -> list[Edit]:
+        """Read edits that are written as tags.
+
+        >>> Edit.in_text('Here you are: <replace part="2">- Be brief.</replace>')
+        [Edit(action='replace', part=2, text='- Be brief.', reason='')]
+        """
+        # A tag ends before the next one opens: looked for further, each end would be looked for in all of the rest.
+        pieces: Iterator[Any] = iter(_TAG.split(answer)[1:])
+        edits: list[Edit] = []
+        for action, part, is_empty, inner in zip(pieces, pieces, pieces, pieces, strict=True):
+            text, closed, _ = inner.partition(f"</{action}>")
+            if closed or is_empty:
+                edits.append(cls(action=action, part=int(part), text="" if is_empty else text))
+        return edits
+
+
+_TAG = re.compile(r'<(add|replace|remove)\s+(?:after|part)="?(\d{1,4})"?\s*(/)?>')
+
+
+class EditedText(str):
+    """A text that edits made of another one, together with these edits.
+
+    An instruction proposer returns it for the search by edits: each edit is then tested in many prompts and joined with
+    those of other children. To all other code it is the text.
+
+    Args:
+        text: the text.
+        edits: of the text that it was made from; empty for a text that was written as a whole.
+
+    Example:
+        >>> from dspy_flashevolve import EditedText
+        >>> text = EditedText.of("Answer.\\n- Be brief.", [{"action": "add", "part": 2, "text": "- Be kind."}])
+        >>> text.splitlines(), text.edits[0].part
+        (['Answer.', '- Be brief.', '- Be kind.'], 2)
+    """
+
+    edits: tuple[Edit, ...]
+
+    def __new__(cls, text: str, edits: Iterable[Edit] = ()) -> EditedText:
+        """Make a text with the edits that are known of it."""
+        made = super().__new__(cls, text)
+        made.edits = tuple(edits)
+        return made
+
+    @classmethod
+    def of(cls, instruction: str, edits: Iterable[Edit | Mapping[str, Any]]) -> EditedText:
+        """Apply edits to an instruction.
+
+        An edit of a part that is not there is left out. Of several replacements of one part the first goes in its
+        place, the others behind it. What another part says already, word for word, is not put in. Lists are numbered
+        anew.
+
+        Args:
+            instruction: its parts are list items, headings, tables, fenced blocks and sentences.
+            edits: ``action`` ("add" behind the part, "replace" or "remove"), ``part`` (from 1; 0 to add at the start)
+                and ``text`` of each.
+
+        Returns:
+            The text with its edits; without them where they leave nothing of the instruction and put one text in its
+            place, or one of them is most of the text: that is a text written as a whole.
+
+        Raises:
+            pydantic.ValidationError: one is no edit.
+        """
+        own, weave = [Edit.model_validate(edit) for edit in edits], Weave({"": instruction})
+        text = weave.compose(weave.take(frozenset(), {"": own}))[""]
+        return cls(text, () if _is_whole(instruction, own, text) else own)
+
+
+def _is_whole(instruction: str, edits: Sequence[Edit], text: str) -> bool:
+    """Say whether edits are a text written as a whole, in the form of edits."""
+    count = len(parts_of(instruction))
+    placed = list(_placed(edits, count))
+    written = [new for _, _, new in placed if new]
+    is_replaced = 0 < count == sum(is_gone for _, is_gone, _ in placed) and len(written) == 1
+    is_most = any(len(parts_of(new)) > MOST_PARTS and 2 * len(new) > len(text) for new in written)
+    return is_replaced or is_most or any(map(ends_in_fence, (instruction, *written)))
+
+
+_PART_NUMBER = re.compile(r"\A\s*\[(\d{1,4})\]\s?")
+"""A number that a model has copied from the part that it was shown."""
+
+
+def _placed(edits: Iterable[Edit], count: int) -> Iterator[tuple[int, bool, str]]:
+    """Read edits of a text of so many parts: the number of the part, whether it goes, and what is put in; first what
+    goes in a part's place, so that a line that the edits move is there."""
+    gone, placed = set[int](), list[tuple[int, bool, str]]()
+    for edit in edits:
+        copied = _PART_NUMBER.match(edit.text)
+        text = edit.text[copied.end() :] if copied and int(copied[1]) <= count + 1 else edit.text
+        text = "" if edit.action == "remove" else text.strip("\n").rstrip()
+        number = min(max(edit.part, 0), count) if edit.action == "add" else edit.part
+        if edit.action == "add" or number in gone:
+            placed += [(number, False, text)] if text else []
+        elif 0 < number <= count and (text or edit.action == "remove"):
+            gone.add(number)
+            placed.append((number, True, text if edit.action == "replace" else ""))
+    yield from sorted(placed, key=lambda edit: (not edit[1], edit[0]))
+
+
+def _units(text: str, is_gone: bool) -> list[list[Part]]:
+    """Take what an edit puts in apart into what can be tested alone: its lines, or all of it where a line leads others.
+
+    Two children that replace the same line in this way both keep what they add beside it.
+    """
+    parts = parts_of(text)
+    if not parts:
+        return [[]] if is_gone else []
+    units = [[parts[0]]]
+    leads = any(level_of(part) < 9 for part in parts)
+    for part in parts[1:]:
+        if "\n" in part.before and not leads:
+            units.append([])
+        units[-1].append(part)
+    return units
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +193,8 @@ class Change:
         replaces: the text that goes out for it; empty for none.
         adds, removes: the same as parts of the weave.
         needs: numbers of changes without which it makes no sense: it stands under what they put in.
-        claims: of changes that claim the same, one is in a text: they take out the same part, say the same in the same
-            section, or are most of a text.
+        claims: of changes that claim the same, one is in a text: they take out the same part, or say the same in the
+            same section.
         identity: equal for changes that do the same in the same section, however they are numbered or spaced.
     """
 
@@ -90,80 +229,24 @@ def is_too_long(
     return most_characters is not None and sum(map(len, texts.values())) > most_characters
 
 
-MOST_PARTS = 400
-"""A longer text is not taken apart: comparing thousands of equal sentences takes minutes. Real ones have 30 to 100."""
-
-IsEdited = Callable[[str], bool]
-
-
-def never_edited(text: str) -> bool:
-    """For texts that were written as a whole."""
-    del text
-    return False
-
-
-def changes_between(
-    parent: Mapping[str, str], child: Mapping[str, str], code: Collection[str], is_edited: IsEdited = never_edited
-) -> list[Change] | None:
-    """What a child changes in its parent; None where it stands for itself.
-
-    Args:
-        parent, child: component -> text.
-        code: components that hold code, which is not taken apart.
-        is_edited: see `Weave`.
-    """
-    weave = Weave(parent, code, is_edited)
-    return weave.changes if weave.take(frozenset(), child) is not None and weave.changes else None
-
-
-@dataclass
-class _Unit:
-    """Some of a child's differences to its parent: the positions of its new parts, and the old parts that go."""
-
-    hunk: int
-    section: int
-    new: list[int] = field(default_factory=list[int])
-    old: list[int] = field(default_factory=list[int])
-    is_reworded: bool = False
-
-
-_FINENESS: tuple[Callable[[int, _Unit], int], ...] = (
-    lambda number, unit: number, lambda _, unit: unit.hunk, lambda _, unit: unit.section, lambda *_: 0,
-)  # fmt: skip
-"""What differences are put together by, from the finest way of taking a child apart to the coarsest."""
-
-
 class Weave:
     """All parts of a base and of the changes on it, in one order, and the texts that follow.
 
     Args:
         base: component -> text, on which changes are put.
-        code: components that hold code, which is not taken apart.
-        is_edited: whether a text was made by edits of its parent. Such a child is a change even if it keeps hardly
-            anything: one that goes with no other of its kind. The first edits mostly replace the one line of the seed.
     """
 
-    def __init__(self, base: Mapping[str, str], code: Collection[str], is_edited: IsEdited = never_edited) -> None:
-        self.base, self._code, self._is_edited = dict(base), frozenset(code), is_edited
+    def __init__(self, base: Mapping[str, str]) -> None:
+        self.base = dict(base)
         self.changes: list[Change] = []
         self._parts: list[Part] = []
         self._adders: list[int | None] = []
         """The change that puts each part in; None for the base's own."""
+        self._follows: list[int] = []
+        """The part that each one follows in the text that it comes from; -1 for the first part there."""
         self._orders: dict[str, list[int]] = {}
-        self._spaces: dict[tuple[int, int], str] = {}
-        """Part, next part (-1 at the start) -> the space between them, where it is not the usual one."""
         for component, text in self.base.items():
-            self._orders[component] = [self._new(part, None) for part in parts_of(text)]
-
-    @staticmethod
-    def renumbered(text: str) -> str:
-        """A text with its lists numbered as those of composed texts are.
-
-        >>> Weave.renumbered("1. Read.\\n1. Think.\\n2. Answer.")
-        '1. Read.\\n2. Think.\\n3. Answer.'
-        """
-        weave = Weave({"": text}, ())
-        return weave._joined(weave._orders[""])
+            self._orders[component] = self._new(parts_of(text), None)
 
     def compose(self, chosen: Collection[int]) -> dict[str, str]:
         """The base with changes in it.
@@ -175,50 +258,51 @@ class Weave:
         texts = {name: self._joined(self._visible(name, chosen)) for name in touched}
         return {name: texts.get(name, text) for name, text in self.base.items()}
 
-    def take(
-        self, chosen: frozenset[int], child: Mapping[str, str], is_edited: bool = False
-    ) -> tuple[frozenset[int], bool] | None:
-        """Take a child apart into changes, and keep those that are new.
+    def take(self, chosen: frozenset[int], edits: Mapping[str, Iterable[Edit]]) -> frozenset[int]:
+        """Make changes of the edits of a text that is composed of changes.
 
         Args:
-            chosen: the changes in its parent.
-            child: component -> text.
-            is_edited: it was made by edits, whatever is known of its texts.
+            chosen: the changes in that text.
+            edits: component -> edits of its parts.
 
         Returns:
-            The changes in the child, and whether composed they are its text; they are not only where all that it
-            adds is known already, and stands elsewhere. None where the child stands for itself.
+            The changes in the text that the edits made.
         """
-        changes, parts = len(self.changes), len(self._parts)
-        orders, spaces = {name: list(order) for name, order in self._orders.items()}, dict(self._spaces)
-        for reuses in (True, False):  # first with changes that others have made already
-            numbers = self._taken(chosen, child, reuses, is_edited)
-            if numbers is not None and self._is(child, numbers):
-                return numbers, True
-            if numbers is not None and reuses and len(self.changes) == changes:
-                return numbers, False
-            del self.changes[changes:], self._parts[parts:], self._adders[parts:]
-            self._orders, self._spaces = {name: list(order) for name, order in orders.items()}, dict(spaces)
-        return None
+        numbers = set(chosen)
+        for component, own in edits.items():
+            shown, last = self._shown(component, chosen), dict[int, int]()
+            placed = list(_placed(own, len(shown)))
+            gone = {key for number, is_gone, _ in placed if is_gone for key in shown[number - 1]}
+            said = {wording_of(self._parts[key]) for key in self._visible(component, chosen) if key not in gone}
+            for number, is_gone, text in placed:
+                place, new = shown[number - 1] if number else [-1], parts_of(text)
+                text = "".join(new[at].before + new[at].text for at in said_once(new, said)).strip("\n")
+                said.update(map(wording_of, new))
+                added = self._put_units(component, numbers, chosen, place, is_gone, text, last.get(number))
+                if added is not None:
+                    last[number] = added
+        return frozenset(numbers)
 
-    def _is(self, texts: Mapping[str, str], numbers: Collection[int]) -> bool:
-        """Whether that is what the base is with these changes."""
-        return all(same_text(text) == same_text(texts[name]) for name, text in self.compose(numbers).items())
+    def take_late(self, source: Mapping[str, str], edits: Mapping[str, Iterable[Edit]]) -> None:
+        """Make changes of edits of a text that does not stand on this base: each is put on the part of which it was or,
+        where that is gone, on the part that is most like it or like what is added.
 
-    def numbers_in(self, texts: Mapping[str, str]) -> frozenset[int] | None:
-        """The changes of which a candidate is composed; None where it is not."""
-        there: set[int] = set()
-        for component, text in texts.items():
-            order, parts = self._orders[component], parts_of(text)
-            faces = [face_of(self._parts[key].text) for key in order], [face_of(part.text) for part in parts]
-            for block in difflib.SequenceMatcher(None, *faces, autojunk=False).get_matching_blocks():
-                there.update(order[block.a : block.a + block.size])
-        numbers = frozenset(
-            number
-            for number, change in enumerate(self.changes)
-            if (there.issuperset(change.adds) if change.adds else there.isdisjoint(change.removes))
-        )
-        return numbers if self._is(texts, numbers) else None
+        Args:
+            source: component -> text that was edited.
+            edits: component -> edits of its parts.
+        """
+        for component, own in edits.items():
+            parts, order = parts_of(source[component]), self._orders[component]
+            for number, is_gone, text in _placed(own, len(parts)):
+                here = self._nearest(order, parts[number - 1], REWORDED) if number else -1
+                new = parts_of(text)
+                is_gone = is_gone and here is not None
+                if here is None and new:
+                    here = self._nearest(order, new[0], RELATED)
+                place = here if here is not None else order[-1] if order else -1
+                adder = self._adders[place] if place >= 0 else None
+                chosen = frozenset[int]() if adder is None else frozenset({adder, *self.changes[adder].needs})
+                self._put_units(component, set(chosen), chosen, [place], is_gone, text)
 
     def stand_on(self, texts: Mapping[str, str]) -> list[int]:
         """Put changes on another base; those of components that are different there are gone.
@@ -229,7 +313,7 @@ class Weave:
         kept = [at for at, change in enumerate(self.changes) if texts[change.component] == self.base[change.component]]
         numbers = {old: new for new, old in enumerate(kept)}
         for component in [name for name, text in texts.items() if text != self.base[name]]:
-            self._orders[component] = [self._new(part, None) for part in parts_of(texts[component])]
+            self._orders[component] = self._new(parts_of(texts[component]), None)
         self._adders = [numbers.get(-1 if adder is None else adder) for adder in self._adders]
         left = [self.changes[old] for old in kept]
         self.changes = [replace(change, needs=tuple(numbers[need] for need in change.needs)) for change in left]
@@ -243,17 +327,17 @@ class Weave:
             "changes": [{**asdict(change), "claims": sorted(change.claims)} for change in self.changes],
             "parts": [[part.text, part.before, part.after] for part in self._parts],
             "adders": self._adders,
+            "follows": self._follows,
             "orders": self._orders,
-            "spaces": [[*pair, space] for pair, space in self._spaces.items()],
         }
 
     @classmethod
-    def restored(cls, kept: Mapping[str, Any], code: Collection[str], is_edited: IsEdited = never_edited) -> Weave:
+    def restored(cls, kept: Mapping[str, Any]) -> Weave:
         """The weave that was kept."""
-        weave = cls({}, code, is_edited)
+        weave = cls({})
         weave.base, weave._orders = dict(kept["base"]), {name: list(order) for name, order in kept["orders"].items()}
-        weave._parts, weave._adders = [Part(*fields) for fields in kept["parts"]], list(kept["adders"])
-        weave._spaces = {(left, right): space for left, right, space in kept["spaces"]}
+        weave._parts = [Part(*fields) for fields in kept["parts"]]
+        weave._adders, weave._follows = list(kept["adders"]), list(kept["follows"])
         for record in kept["changes"]:
             fields: dict[str, Any] = {**record, "claims": frozenset(record["claims"])}
             for name in ("adds", "removes", "needs"):
@@ -261,18 +345,52 @@ class Weave:
             weave.changes.append(Change(**fields))
         return weave
 
-    def _new(self, part: Part, adder: int | None) -> int:
-        self._parts.append(part)
-        self._adders.append(adder)
-        return len(self._parts) - 1
+    def _new(self, parts: Sequence[Part], adder: int | None, follows: int = -1) -> list[int]:
+        """Take in parts that follow one another in a text."""
+        ids: list[int] = []
+        for part in parts:
+            self._parts.append(part)
+            self._adders.append(adder)
+            self._follows.append(ids[-1] if ids else follows)
+            ids.append(len(self._parts) - 1)
+        return ids
 
-    def _visible(self, component: str, chosen: Collection[int]) -> list[int]:
+    def _there(self, component: str, chosen: Collection[int]) -> list[int]:
+        """The parts that the base and changes put in and none of them takes out."""
         gone = {part for number in chosen for part in self.changes[number].removes}
         adders = {None, *chosen}
         return [key for key in self._orders[component] if self._adders[key] in adders and key not in gone]
 
+    def _visible(self, component: str, chosen: Collection[int]) -> list[int]:
+        """The same without what changes put in though another part says it."""
+        ids = self._there(component, chosen)
+        parts, base = [self._parts[key] for key in ids], {at for at, key in enumerate(ids) if self._adders[key] is None}
+        return [ids[at] for at in said_once(parts, {wording_of(parts[at]) for at in base}, base)]
+
+    def _shown(self, component: str, chosen: Collection[int]) -> list[list[int]]:
+        """The parts of a composed text as whoever reads it counts them, each with the parts of the weave in it: two
+        that stand beside each other may read as one."""
+        ids = self._visible(component, chosen)
+        if not any(self.changes[number].component == component for number in chosen):
+            return [[key] for key in ids]  # the base's own text
+        pieces = self._pieces(ids)
+        ends = list(accumulate(map(len, pieces)))  # of the space before each part, and of the part
+        shown, first, end = list[list[int]](), 0, 0
+        for part in parts_of("".join(pieces)):
+            begin, end = end + len(part.before), end + len(part.before) + len(part.text)
+            while ends[2 * first + 1] <= begin:
+                first += 1
+            last = first + 1
+            while last < len(ids) and ends[2 * last] < end:
+                last += 1
+            shown.append(list(ids[first:last]))
+        return shown
+
     def _joined(self, ids: Sequence[int]) -> str:
-        """The text of some parts; their lists are numbered anew."""
+        return "".join(self._pieces(ids))
+
+    def _pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of some parts, and the space before each; their lists are numbered anew."""
         pieces: list[str] = []
         last = own_last = 0
         interrupted = True
@@ -288,235 +406,123 @@ class Weave:
             elif not is_item(part) and not text.startswith((" ", "\t", "```", "|")):
                 interrupted = True
             pieces += self._space(left, right), text
-        return "".join(pieces)
+        return pieces
 
     def _space(self, left: int, right: int) -> str:
-        known = self._spaces.get((left, right))
-        return self._usual_space(left, right) if known is None else known
-
-    def _usual_space(self, left: int, right: int) -> str:
-        """Between parts that come from different places: no blank line between the items of a list, else the larger."""
+        """The space between two parts: as in their text or, where they come from different places, no blank line
+        between the items of a list, one before a section, else the larger of what stood beside them."""
         if left < 0:
             return ""
-        before, after = self._parts[left], self._parts[right]
-        spaces = [space for space in (before.after, after.before) if space] or ["\n"]
-        if is_item(before) and is_item(after):
-            return min([space for space in spaces if "\n" in space] or ["\n"], key=_size)
-        space = max(spaces, key=_size)
+        before, after, home = self._parts[left], self._parts[right], self._follows[right]
+        if home == left:
+            return after.before
+        is_in_list = home >= 0 and is_item(self._parts[home])
+        if is_item(before) and is_item(after) and not is_in_list:
+            return "\n"
         is_prose = not any(is_item(part) or level_of(part) < 8 or "\n" in part.text for part in (before, after))
-        return space if "\n" in space or is_prose else "\n"
+        least = "\n\n" if level_of(after) < 8 and self._adders[right] is not None else "" if is_prose else "\n"
+        return max((before.after, after.before, least), key=_size) or "\n"
 
-    def _taken(
-        self, chosen: frozenset[int], child: Mapping[str, str], reuses: bool, edits: bool
-    ) -> frozenset[int] | None:
-        """The changes in a child, of which new ones are woven in; None for a rewrite."""
-        numbers, parent = set(chosen), self.compose(chosen)
-        for component, text in child.items():
-            before = parent[component]
-            if text == before:
-                continue
-            if component in self._code or any(is_json(source) or ends_in_fence(source) for source in (before, text)):
-                return None
-            old, new = self._visible(component, chosen), parts_of(text)
-            if max(len(old), len(new)) > MOST_PARTS:
-                return None
-            is_edited = edits or self._is_edited(text)
-            units, pairs = self._units(old, new, is_edited)
-            reworded = sum(unit.is_reworded for unit in units)
-            is_rewrite = (old and not pairs) or len(pairs) + reworded < KEPT * len(old)
-            if not new or (is_rewrite and not is_edited):
-                return None
-            ways = (_grouped(units, key) for key in _FINENESS)
-            groups = next(groups for groups in ways if is_edited or len(groups) <= MOST_CHANGES)
-            self._weave_in(component, numbers, new, pairs, groups, reuses)
-        return frozenset(numbers)
+    def _put_units(
+        self, component: str, numbers: set[int], chosen: Collection[int], place: Sequence[int], is_gone: bool,
+        text: str, last: int | None = None,
+    ) -> int | None:  # fmt: skip
+        """Put an edit in, as one change or several, and have ``numbers`` be the changes that are there then.
 
-    def _units(self, old: Sequence[int], new: Sequence[Part], is_edited: bool) -> tuple[list[_Unit], dict[int, int]]:
-        """How a child's parts differ from its parent's, as finely as makes sense.
+        Args:
+            chosen: the changes in the text that was edited.
+            place: the parts of the weave in the part of this text that was edited; -1 for the start.
+            last: the last part that an edit before added behind it; None for none.
 
         Returns:
-            The differences in the order of the text, and position in the child -> part that it keeps.
+            ``last`` for the next edit of the same part.
         """
-        old_parts = [self._parts[key] for key in old]
-        faces = [face_of(part.text) for part in old_parts], [face_of(part.text) for part in new]
-        sections, section = list[int](), 0
-        for part in new:
-            section += level_of(part) < 8
-            sections.append(section)
-        pairs: dict[int, int] = {}
-        units: list[_Unit] = []
-        opcodes = difflib.SequenceMatcher(None, *faces, autojunk=False).get_opcodes()
-        for kind, start, end, new_start, new_end in opcodes:
-            if kind == "equal":
-                pairs |= dict(zip(range(new_start, new_end), old[start:end], strict=True))
-        beside = set(pairwise([-1, *old]))
-        for at in range(len(new)):
-            left, right = pairs.get(at - 1, -1 if at == 0 else None), pairs.get(at)
-            if left is None or right is None or (left, right) not in beside:
-                continue
-            if same_text(f"|{self._space(left, right)}|") != same_text(f"|{new[at].before}|"):
-                units.append(_Unit(-at - 1, sections[at], [at], [pairs.pop(at)], is_reworded=True))
-        for hunk, (kind, start, end, new_start, new_end) in enumerate(opcodes):
-            if kind == "equal":
-                continue
-            if kind == "insert":
-                new_start, new_end = _slid(new, pairs, new_start, new_end)
-            here = sections[new_start] if new_start < len(new) else section
-            at = start
-            run = _Unit(hunk, here)
-            for position in range(new_start, new_end):
-                place = next(
-                    (
-                        candidate
-                        for candidate in range(at, end)
-                        if _rewords(new[position], old_parts[candidate], [*old_parts, *new])
-                    ),
-                    None,
-                )
-                if place is None:
-                    run.new.append(position)
-                    continue
-                run.old += old[at:place]
-                units += self._split(run, new, is_edited)
-                units.append(_Unit(hunk, here, [position], [old[place]], is_reworded=True))
-                at, run = place + 1, _Unit(hunk, here)
-            run.old += old[at:end]
-            units += self._split(run, new, is_edited)
-        gone = {face_of(self._parts[key].text): unit for unit in units if not unit.new for key in unit.old}
-        for unit in [unit for unit in units if not unit.old]:
-            source = next((gone[face] for at in unit.new if (face := face_of(new[at].text)) in gone), None)
-            if source is not None and source.old:  # the part has moved: it is not to stand in both places, or in none
-                unit.old, source.old = source.old, []
-        return sorted((unit for unit in units if unit.new or unit.old), key=lambda unit: unit.new[:1]), pairs
+        follows = -1
+        for position, unit in enumerate(_units(text, is_gone)):
+            old = place if is_gone and position == 0 else ()
+            added = self._put(component, numbers, chosen, place[-1], last, old, unit, follows)
+            follows = added
+            if not old:
+                last = added
+        return last
 
-    def _split(self, run: _Unit, new: Sequence[Part], is_edited: bool) -> list[_Unit]:
-        """What of a run of differences makes sense alone: all that goes in another's place, but for rules of one form;
-        sections with what is under them; else each part. Of edits, which are right each on its own, a line goes in each
-        old part's place, and the others are additions."""
-        if not run.new:
-            return [run] if run.old else []
-        old, leads = [self._parts[key] for key in run.old], any(level_of(new[at]) < 9 for at in run.new)
-        if is_edited and old and not leads and all(level_of(other) > 8 for other in old):
-            lines = list[list[int]]()
-            for at in run.new:
-                lines += [[]] if not lines or "\n" in new[at].before else []
-                lines[-1].append(at)
-            if len(old) in (1, len(lines)):
-                replaced = [_Unit(run.hunk, run.section, at, [key]) for at, key in zip(lines, run.old, strict=False)]
-                return replaced + [_Unit(run.hunk, run.section, at) for at in lines[len(old) :]]
-        has_form = any(is_worded_as(new[at], other) for at in run.new for other in old)
-        if old and (leads or not has_form or any(level_of(other) < 9 for other in old)):
-            return [run]
-        units = [_Unit(run.hunk, run.section, [], [key]) for key in run.old]
-        level = 9
-        for at in run.new:
-            mine = level_of(new[at])
-            begins = mine <= level and (mine < 8 or new[at].before.count("\n") > 1) if leads else True
-            if at == run.new[0] or begins:
-                units.append(_Unit(run.hunk, run.section))
-                level = mine
-            units[-1].new.append(at)
-        return units
-
-    def _weave_in(
-        self,
-        component: str,
-        numbers: set[int],
-        new: Sequence[Part],
-        pairs: Mapping[int, int],
-        groups: Sequence[_Unit],
-        reuses: bool,
-    ) -> None:
-        """Put a child's differences into the weave as changes, and have ``numbers`` be the changes in the child."""
-        kept = set(pairs.values())
-        lost = {
-            number
-            for number in numbers
-            if self.changes[number].component == component and self.changes[number].adds
-            and kept.isdisjoint(self.changes[number].adds)
-        }  # fmt: skip
-        numbers -= lost
-        surplus = set(self._visible(component, numbers)) - kept
-        order, sections = self._orders[component], sections_of(new)
-        known = {change.identity: at for at, change in enumerate(self.changes) if at not in numbers}
-        ids, size = dict(pairs), sum(len(part.text) for part in new)
-        for group in groups:
-            dropped = lost.intersection(self._adders[key] for key in group.old)
-            back = {part for number in dropped for part in self.changes[number].removes}
-            removes = tuple(key for key in order if key in surplus and (key in group.old or key in back))
-            parts = [new[at] for at in group.new]
-            if not parts and not removes:
-                continue
-            section = sections[group.new[0]] if parts else ""
-            identity = repr((component, section, [normal(part.text) for part in parts], removes))
-            if reuses and identity in known:
-                numbers.add(known[identity])
-                continue
-            number, needs = len(self.changes), set[int | None]()
-            needs |= {self._adders[key] for key in removes}
-            claims = {f"-{key}" for key in removes} | {f"+{key}" for key in group.old if self._adders[key] in dropped}
-            if len(parts) > MOST_CHANGES and 2 * sum(len(part.text) for part in parts) > size:
-                claims.add(f"most of {component}")
-            adds: list[int] = []
-            for at in sorted(group.new):
-                left = next((ids[position] for position in range(at - 1, -1, -1) if position in ids), None)
-                right = next((ids[position] for position in range(at + 1, len(new)) if position in pairs), None)
-                place = self._place(order, left, right, removes, new[at], follows=at - 1 in group.new)
-                ids[at] = self._new(new[at], number)
-                order.insert(place, ids[at])
-                adds.append(ids[at])
-                adder = self._adders[left] if left is not None and at - 1 in pairs else None
-                if adder is not None and len(self.changes[adder].adds) > 1 and level_of(new[at]) > 7:
-                    needs.add(adder)
-                if len(words_of(new[at].text)) > 2 or level_of(new[at]) < 8:
-                    claims.add(f"{component} {sections[at]}: {title_of(new[at])}")
-            claims |= {f"+{key}" for key in adds}
-            text = self._joined(adds)
-            replaces = self._joined(removes)
-            self.changes.append(
-                Change(
-                    component, text, replaces, tuple(adds), removes,
-                    tuple(sorted(need for need in needs if need is not None)), frozenset(claims), identity,
-                )
-            )  # fmt: skip
-            numbers.add(number)
-        for at, (left, right) in enumerate(pairwise([-1, *(ids.get(at, -1) for at in range(len(new)))])):
-            if right >= 0 and (left >= 0 or at == 0) and self._space(left, right) != new[at].before:
-                self._spaces.setdefault((left, right), new[at].before)
-
-    def _place(
-        self, order: Sequence[int], left: int | None, right: int | None, removes: Collection[int], part: Part,
-        *, follows: bool,
+    def _put(
+        self, component: str, numbers: set[int], chosen: Collection[int], part: int, last: int | None,
+        old: Sequence[int], new: Sequence[Part], follows: int,
     ) -> int:  # fmt: skip
-        """Where a new part goes between its neighbours: to what it replaces, else by its words among what others put
-        there, so that it does not matter which child came first."""
-        at = 0 if left is None else order.index(left) + 1
-        end = len(order) if right is None else order.index(right)
-        if follows:
-            return at
-        gone = [place for place in range(at, end) if order[place] in removes]
-        if gone:
-            return gone[-1] + 1
-        mine = _rank(part)
-        while at < end and (
-            _rank(self._parts[order[at]]) <= mine
-            or (
-                at > 0
-                and self._adders[order[at]] is not None
-                and self._adders[order[at]] == self._adders[order[at - 1]]
+        """Put a change in, or find the one that does the same; see :meth:`_put_units`.
+
+        Args:
+            part: of the text that was edited, behind or in the place of which the new parts go; -1 for the start.
+            old: parts that go.
+            new: parts that come.
+            follows: the part that they follow in the edit.
+
+        Returns:
+            The last of the new parts; where there are none, the one that they would follow.
+        """
+        order, anchor = self._orders[component], part if last is None or old else last
+        dropped = {
+            adder for key in old
+            if (adder := self._adders[key]) in numbers and set(self.changes[adder].adds) <= set(old)
+        }  # fmt: skip
+        numbers -= dropped  # what takes the whole of a change out is the text without it, and no change of its own
+        back = {key for number in dropped for key in self.changes[number].removes}
+        before, said = self._visible(component, chosen), {wording_of(self._parts[key]) for key in old} - {""}
+        unseen = {key for key in self._there(component, chosen) if wording_of(self._parts[key]) in said} - set(before)
+        goes = {*old, *back, *unseen}  # what says the same as a part that is taken out does not come in its place
+        removes = tuple(key for key in self._there(component, numbers) if key in goes)
+        if not new and not removes:
+            return anchor
+        until = before[: before.index(part) + 1] if part in before else []
+        left = [self._parts[key] for key in until if key not in old]
+        sections = sections_of([*left, *new])[len(left) :]
+        identity = repr((component, sections[:1], [normal(one.text) for one in new], removes))
+        same = next((at for at, change in enumerate(self.changes) if change.identity == identity), None)
+        if same is not None:
+            numbers.add(same)
+            return (self.changes[same].adds or (anchor,))[-1]
+        number, needs = len(self.changes), {self._adders[key] for key in removes}
+        adder = self._adders[anchor] if anchor == part >= 0 and not old else None
+        if adder is not None and len(self.changes[adder].adds) > 1 and level_of(new[0]) > 7:
+            needs.add(adder)
+        claims = {f"-{key}" for key in removes} | {f"+{key}" for key in old if self._adders[key] in dropped}
+        for own, one in zip(sections, new, strict=True):
+            if len(words_of(one.text)) > 2 or level_of(one) < 8:
+                claims.add(f"{component} {own}: {title_of(one)}")
+        place = order.index(anchor) + 1 if anchor >= 0 else 0
+        if new and not old and last is None:
+            following = before[len(until)] if len(until) < len(before) else None
+            end = len(order) if following is None else order.index(following)
+            place = self._place(order, place, end, anchor, new[0])
+        adds = self._new(new, number, follows)
+        order[place:place] = adds
+        claims |= {f"+{key}" for key in adds}
+        self.changes.append(
+            Change(
+                component, self._joined(adds), self._joined(removes), tuple(adds), removes,
+                tuple(sorted(need for need in needs if need is not None)), frozenset(claims), identity,
             )
-        ):
+        )  # fmt: skip
+        numbers.add(number)
+        return adds[-1] if adds else anchor
+
+    def _place(self, order: Sequence[int], at: int, end: int, anchor: int, part: Part) -> int:
+        """Where an addition goes among what others put in the same place: behind what replaces the part, and then by
+        its words, so that it does not matter which child came first."""
+        mine = _rank(part)
+        while at < end:
+            adder, above = self._adders[order[at]], self._adders[order[at - 1]] if at else None
+            is_one = adder is not None and (adder == above or anchor in self.changes[adder].removes)
+            if not is_one and _rank(self._parts[order[at]]) > mine:
+                break
             at += 1
         return at
 
-
-def _grouped(units: Iterable[_Unit], key: Callable[[int, _Unit], int]) -> list[_Unit]:
-    groups: dict[int, _Unit] = {}
-    for number, unit in enumerate(units):
-        group = groups.setdefault(key(number, unit), _Unit(unit.hunk, unit.section))
-        group.new += unit.new
-        group.old += unit.old
-    return list(groups.values())
+    def _nearest(self, order: Sequence[int], part: Part, least: float) -> int | None:
+        """Of parts the first that is most like another one; None where none has so large a share of its words."""
+        place = max(order, key=lambda key: likeness(self._parts[key], part), default=None)  # the first of equals
+        return None if place is None or likeness(self._parts[place], part) < least else place
 
 
 def _size(space: str) -> tuple[int, int]:
@@ -526,35 +532,3 @@ def _size(space: str) -> tuple[int, int]:
 def _rank(part: Part) -> tuple[int, str]:
     """Parts that stand in the same place: what goes on with a section before a heading, then by their words."""
     return (0 if level_of(part) > 7 else 1), normal(part.text)
-
-
-def _rewords(part: Part, other: Part, all_parts: Iterable[Part]) -> bool:
-    """Whether a part is another one in other words; not where others are as much like it (rules of one form, each with
-    a word of its own), so that it may be another rule."""
-    if level_of(part) < 8 and level_of(other) == level_of(part):
-        return True  # in the same hunk: the section has another name
-    if level_of(part) != level_of(other) or not is_worded_as(part, other):
-        return False
-    faces = {face_of(part.text), face_of(other.text)}
-    return not any(
-        is_worded_as(other, third) and likeness(part, third) >= likeness(part, other)
-        for third in all_parts
-        if face_of(third.text) not in faces
-    )
-
-
-def _slid(new: Sequence[Part], pairs: dict[int, int], start: int, end: int) -> tuple[int, int]:
-    """Of the places where the same insertion may be said to begin, the one with most space before it.
-
-    After "Input: ... Output: ..." another such record is what was put in, not the end of one and the start of the next.
-    """
-    best = start
-    at, stop = start, end
-    while at > 0 and at - 1 in pairs and face_of(new[at - 1].text) == face_of(new[stop - 1].text):
-        at, stop = at - 1, stop - 1
-        if (-level_of(new[at]), _size(new[at].before)) > (-level_of(new[best]), _size(new[best].before)):
-            best = at
-    for _ in range(start - best):
-        start, end = start - 1, end - 1
-        pairs[end] = pairs.pop(start)
-    return start, end

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,14 +18,15 @@ from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
-from dspy_flashevolve.engine.errors import attach_best_program, report_hook
+from dspy_flashevolve.engine.errors import JournalError, attach_best_program, report_hook
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
-from dspy_flashevolve.gepa.edits import EditProposer
+from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.gepa.edits import EditProposer, TextProposer
 from dspy_flashevolve.gepa.options import IterationLog, adapter_of, build_parts, gepa_logger, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.resume import check_checkpoint, tell_changes, written_out
+from dspy_flashevolve.gepa.resume import checkpoint_in, tell_changes, written_out
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.gepa.step import GepaLoop
 from dspy_flashevolve.gepa.unseen import expected_on_unseen
@@ -38,7 +38,7 @@ from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 """gepa's own log lines, and what is told of every run, go where ``dspy.GEPA`` sends them: dspy shows them."""
 MUCH_DISCARDED = 0.5
 """Share of discarded children above which a run warns: most of its work was for nothing."""
@@ -50,9 +50,19 @@ class AsyncGEPAResult(DspyGEPAResult):  # pyright: ignore[reportGeneralTypeIssue
 
     Args:
         async_stats: throughput, occupancy, gaps and commits; see :class:`AsyncStats`. None while the run goes on.
+        returned: see :attr:`best_idx`.
     """
 
     async_stats: AsyncStats | None = None
+    returned: int = 0
+
+    @property
+    def best_idx(self) -> int:
+        """The candidate with the best score; of equals one that joins no edits of several reflections, then the first.
+
+        ``dspy.GEPA``'s is the first of equals, as it is here where nothing is joined.
+        """
+        return self.returned
 
 
 class Best:
@@ -67,14 +77,14 @@ class Best:
     Args:
         settings: of the run.
         adapter: builds programs.
-        state: the pool's.
+        pool: of the run.
     """
 
     def __init__(
-        self, settings: GepaSettings | None = None, adapter: Any = None, state: Callable[[], Any] | None = None
+        self, settings: GepaSettings | None = None, adapter: Any = None, pool: Callable[[], Pool] | None = None
     ) -> None:
-        self._settings, self._adapter, self._state = settings, adapter, state
-        self._best: tuple[GEPAResult[Any, Any] | None, AsyncStats | None] = None, None
+        self._settings, self._adapter, self._pool = settings, adapter, pool
+        self._best: tuple[GEPAResult[Any, Any] | None, int, AsyncStats | None] = None, 0, None
         self.score: float | None = None
         """The best aggregate validation score; None before the seed is validated."""
 
@@ -83,37 +93,52 @@ class Best:
 
     @property
     def result(self) -> GEPAResult[Any, Any] | None:
-        """gepa's result as of the last candidate that was better than all before it; None before the seed is
+        """gepa's result as of the moment when another candidate became the best one; None before the seed is
         validated."""
         return self._best[0]
 
-    def result_of(self, state: Any) -> GEPAResult[Any, Any]:
-        """Make gepa's result of a state."""
-        assert self._settings is not None
-        return GEPAResult[Any, Any].from_state(state, run_dir=self._settings.log_dir, seed=self._settings.seed)
+    @property
+    def texts(self) -> dict[str, str]:
+        """Component -> text of the best candidate."""
+        result, index, _ = self._best
+        assert result is not None
+        return result.candidates[index]
 
     def on_valset_evaluated(self, event: Any) -> None:
-        """Copy what is better than all before; gepa calls this for each new candidate, and once at the beginning."""
-        assert self._state is not None
-        state = self._state()
-        score: float = state.get_program_average_val_subset(event["candidate_idx"])[0]
-        if self.score is None or score > self.score:  # as gepa's result decides between equals: the first
-            result = self.result_of(state)
-            self._best, self.score = (result, None), result.val_aggregate_scores[result.best_idx]
+        """Take in a validated candidate; gepa calls this for each new one, and once at the beginning."""
+        assert self._pool is not None
+        score: float = self._pool().state.get_program_average_val_subset(event["candidate_idx"])[0]
+        if self.score is None or score >= self.score:
+            self.look()
 
-    def end(self, stats: AsyncStats, result: GEPAResult[Any, Any] | None = None) -> None:
-        """Take in that the run has ended, with ``result`` where it came to its end."""
-        self._best = result or self._best[0], stats
+    def look(self) -> None:
+        """Copy the state where another candidate is the best one than before."""
+        result, index = self._now()
+        if self._best[0] is None or index != self._best[1]:
+            self._best, self.score = (result, index, None), result.val_aggregate_scores[index]
+
+    def _now(self) -> tuple[GEPAResult[Any, Any], int]:
+        """gepa's result, and the candidate that is returned."""
+        assert self._settings is not None
+        assert self._pool is not None
+        pool = self._pool()
+        result = GEPAResult[Any, Any].from_state(pool.state, run_dir=self._settings.log_dir, seed=self._settings.seed)
+        return result, pool.preferred(result.best_idx)
+
+    def end(self, stats: AsyncStats, is_whole: bool = False) -> None:
+        """Take in that the run has ended; ``is_whole``: the pool can still be read."""
+        result, index, _ = (*self._now(), None) if is_whole else self._best
+        self._best = result, index, stats
 
     def program(self) -> Module | None:
         """Build the best program, a new one each time; None before the seed is validated."""
-        result, stats = self._best
+        result, index, stats = self._best
         if result is None:
             return None
-        program: Any = self._adapter.build_program(result.best_candidate)
+        program: Any = self._adapter.build_program(result.candidates[index])
         if self._settings is not None and self._settings.track_stats:
             detailed = AsyncGEPAResult.from_gepa_result(result, self._adapter)
-            program.detailed_results = AsyncGEPAResult(**vars(detailed), async_stats=stats)
+            program.detailed_results = AsyncGEPAResult(**vars(detailed), async_stats=stats, returned=index)
             program.async_stats = stats
         return program
 
@@ -145,15 +170,15 @@ class Compilation:
     ) -> None:
         self._student = student
         self._trainset: Any = ensure_loader(trainset)
-        same_data = valset is None or valset is trainset
+        same_data = valset is None or _are_same(trainset, valset)
         self._valset: Any = self._trainset if same_data else ensure_loader(cast(Any, valset))
         settings = self._settings = settings.sized_for(len(self._trainset), len(self._valset))
         self._repairing: Module = settings.stale_candidate_reflection or StaleCandidateReflection()
         self._seed = texts_of(student)
         self._initial = [texts_of(program) for program in initial]
-        if settings.log_dir is not None:
-            check_checkpoint(settings.log_dir, settings.use_cloudpickle)
-        parts = fingerprints_of(student, self._seed, self._trainset, self._valset, settings.metric_fn)
+        self._checkpoint = None if settings.log_dir is None else checkpoint_in(settings.log_dir, settings)
+        data = self._trainset, self._valset
+        parts = {} if settings.log_dir is None else fingerprints_of(student, self._seed, *data, settings.metric_fn)
         lms = [dspy.settings.lm, settings.reflection_lm, *(predictor.lm for predictor in student.predictors())]
         each_once, arguments = settings.is_lockstep, written_out(arguments)
         with open_journal(settings.log_dir, optimizer, arguments, parts, lms, each_once=each_once) as journal:
@@ -174,15 +199,16 @@ class Compilation:
         self._metric = Metric(settings.metric_fn, run.threads, settings.metric_lock)
         reflection_lm = run.pace(settings.reflection_lm)
         adapter = adapter_of(settings, self._student, reflection_lm)
-        if settings.edits is not None and type(adapter.custom_instruction_proposer) is InstructionProposer:
-            adapter.custom_instruction_proposer = EditProposer(adapter.custom_instruction_proposer)
+        if not lockstep and type(adapter.custom_instruction_proposer) is InstructionProposer:
+            proposer = TextProposer if settings.edits is None else EditProposer
+            adapter.custom_instruction_proposer = proposer(adapter.custom_instruction_proposer)
         log = LoggerAdapter(gepa_logger) if lockstep else IterationLog()
         self._parts = build_parts(settings, self._valset, log)
-        self.best = Best(settings, adapter, lambda: self._pool.state)
+        self.best = Best(settings, adapter, lambda: self._pool)
         data = self._seed, self._trainset, self._valset
-        self._pool = Pool(run, settings, self._parts, adapter, *data, log, self.best)
+        self._pool = Pool(run, settings, self._parts, adapter, *data, log, self.best, self._checkpoint)
         elsewhere = None if run.actors is None else run.actors.rollout_maker(adapter, settings.metric_lock)
-        program = ProgramRunner(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
+        program = self._program = ProgramRunner(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
         policy = Full() if lockstep else self._usable_policy()
         self._loop = GepaLoop(run, self._pool, program, settings, policy, self._repairing, self._initial)
 
@@ -243,8 +269,8 @@ class Compilation:
             with anyio.CancelScope(shield=True):
                 try:
                     await pool.write(pool.fail, error)
-                except OSError as also:  # the first error is the one to tell
-                    logger.error("The checkpoint could not be written (%s); the one before it is as it was.", also)
+                except JournalError as also:  # the first error is the one to tell
+                    logger.error("%s", also)
             raise
         finally:
             pool.close()
@@ -289,24 +315,27 @@ class Compilation:
         result, pool = self.best.result, self._pool
         unseen = None
         if result is not None and pool.trainset is not pool.loader:
-            unseen = expected_on_unseen(pool.state.prog_candidate_val_subscores)
+            scores = enumerate(pool.state.prog_candidate_val_subscores)
+            unseen = expected_on_unseen([one for _, one in sorted(scores, key=lambda pair: pair[0] in pool.grown)])
         return self._run.recorder.async_stats(
             of_run,
             proposals=self._loop.proposals,
             reflection_calls=self._loop.reflection_calls,
             integration_calls=self._loop.integration_calls,
+            unreadable_replies=self._program.unreadable,
             changes=self._loop.changes(),
             seed_score=None if result is None else result.val_aggregate_scores[0],
             best_score=self.best.score,
+            unconsolidated=self._loop.why_grown,
             unseen_score=None if unseen is None else unseen.score,
             unseen_error=None if unseen is None else unseen.error,
             prompt_change=""
             if result is None
-            else "\n".join(texts_diff(self._seed, result.candidates[result.best_idx], ", before", ", after", 1)),
+            else "\n".join(texts_diff(self._seed, self.best.texts, ", before", ", after", 1)),
         )
 
     def _result(self, stats: AsyncStats) -> Module:
-        self.best.end(stats, self.best.result_of(self._pool.state))
+        self.best.end(stats, is_whole=True)
         program = self.best.program()
         assert program is not None, "a run that comes to its end has validated its seed"
         return program
@@ -317,3 +346,9 @@ def texts_of(program: Module) -> dict[str, str]:
     predictors: list[tuple[str, Any]] = program.named_predictors()
     sources: dict[str, str] = {path: flex.module_src for path, flex in enumerate_flex_submodules(program).items()}
     return {name: predictor.signature.instructions for name, predictor in predictors} | sources
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether two data sets are one: the same object, or lists of the same examples."""
+    both_lists = isinstance(one, list) and isinstance(other, list)
+    return one is other or (both_lists and list(map(id, one)) == list(map(id, other)))  # pyright: ignore[reportUnknownArgumentType]

@@ -1,15 +1,9 @@
-"""Texts written anew: when the reflection LM writes a head as one clean text, and what it is told of it.
-
-A head that has grown by many separate edits is a list without order. And of children that wrote the whole text anew at
-the same time one is in the head: what the others know, its alternatives, comes together by being read beside it.
-"""
+"""Texts written anew: the reflection LM writes a head, which has grown by many separate edits, as one clean text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
@@ -28,11 +22,8 @@ from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.reflection import checked_texts
 from dspy_flashevolve.programs.run import DspyRun
 
-LEAST_ALTERNATIVES, MOST_ALTERNATIVES = 2, 8
-"""So many alternatives have a text written anew, and so many are read at most. Of rewrites that were made at the same
-time one is in the head; what the others know is lost without that."""
-CONSOLIDATION, JOINED = "consolidation", "joined alternatives"
-"""Tags of proposals that are written anew: of the head alone, and of what its alternatives know as well."""
+CONSOLIDATION = "consolidation"
+"""Tag of proposals that are written anew."""
 
 
 class Consolidations:
@@ -41,7 +32,7 @@ class Consolidations:
     Args:
         run: slots, journal.
         pool: gepa's state.
-        credit: knows the changes in a head, their effects, and the alternatives.
+        credit: knows the changes in a head, and their effects.
         calls: counts the requests.
         settings: the LM that is asked, and how long texts may be.
     """
@@ -51,46 +42,28 @@ class Consolidations:
     ) -> None:
         self._run, self._pool, self._credit, self._calls, self._settings = run, pool, credit, calls, settings
 
-    def alternatives(self, chosen: Collection[int]) -> dict[str, dict[int, str]]:
-        """Find the components of a candidate that have enough alternatives. Runs in the pool's writer.
+    def may_write(self, texts: Texts) -> bool:
+        """Whether a candidate that has grown may still be written anew: once each. Runs in the pool's writer."""
+        return not (self._calls.are_spent or self._credit.is_written_anew(texts))
 
-        Args:
-            chosen: the changes in the candidate.
-
-        Returns:
-            Component -> step that made an alternative -> its text, the best first; nothing where no LM may be asked.
-        """
-        if self._calls.are_spent:
-            return {}
-        return {
-            name: dict(islice(children.items(), MOST_ALTERNATIVES))
-            for name, children in self._credit.alternatives(chosen).items()
-            if len(children) >= LEAST_ALTERNATIVES
-        }
-
-    async def written(self, step: Step, head: Proposal, least_edits: int, joins: bool) -> Screened | None:
-        """Let the reflection LM write anew the components of a head that have enough edits, or alternatives.
+    async def written(self, step: Step, head: Proposal, least_edits: int) -> Screened | None:
+        """Let the reflection LM write anew the components of a head that have grown.
 
         Args:
             step: that pays the request.
             head: what was composed.
-            least_edits: how many edits in a text are enough.
-            joins: whether alternatives are read.
+            least_edits: a text with fewer is left as it is.
 
         Returns:
             The new candidate; None where there is nothing to write anew, and where no reply came or one that is of no
             use: it changes nothing, is a candidate of the pool already, or is much longer than all that it was made of.
         """
         texts = head.candidate
-        effects, others = await self._pool.write(self._inputs, texts, least_edits, joins)
-        names = {**effects, **others}
-        if not names or self._calls.are_spent:
+        effects = await self._pool.write(self._credit.effects_in_grown, texts, least_edits)
+        if not effects or self._calls.are_spent:
             return None
-        inputs: dict[str, dict[str, Any]] = {
-            "texts": {name: texts[name] for name in names},
-            "effects": effects,
-            "alternatives": {name: list(children.values()) for name, children in others.items()},
-        }
+        await self._pool.write(self._credit.mark_written_anew, texts)
+        inputs: dict[str, dict[str, Any]] = {"texts": {name: texts[name] for name in effects}, "effects": effects}
         record = ReplyText(hash_of({"consolidate": json.dumps(inputs["texts"], sort_keys=True)}))
         lm = self._settings.reflection_lm
         try:
@@ -100,22 +73,15 @@ class Consolidations:
         except RolloutUnresolvedError:
             return None
         self._calls.record_reflections(asked.calls)
-        await self._pool.write(self._credit.mark_read, [number for children in others.values() for number in children])
         clean = {**texts, **(asked.answer or {})}
         most, each = self._settings.workflow.max_candidate_characters, self._settings.max_text_characters
         if is_too_long(clean, most, each, texts) or any(
-            len(clean[name]) > len(texts[name]) + sum(map(len, others.get(name, {}).values())) + SPARE_CHARACTERS
-            for name in names
+            len(clean[name]) > len(texts[name]) + SPARE_CHARACTERS for name in effects
         ):
             return None
         if clean == texts or await self._pool.write(lambda: clean in self._pool.state.program_candidates):
             return None
-        return Screened(replace(head, candidate=clean, tag=CONSOLIDATION if effects else JOINED))
-
-    def _inputs(self, texts: Texts, least_edits: int, joins: bool) -> tuple[dict[str, Any], dict[str, dict[int, str]]]:
-        """The effects of edits and the alternatives, of the components that are written anew."""
-        others = self.alternatives(self._credit.changes_in(texts)) if joins else {}
-        return self._credit.grown(texts, least_edits), others
+        return Screened(replace(head, candidate=clean, tag=CONSOLIDATION))
 
 
 def _clean_texts(answer: Any) -> dict[str, str]:

@@ -13,7 +13,7 @@ import math
 import random
 import threading
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.staleness import Texts
-from dspy_flashevolve.gepa.changes import Change, IsEdited, Weave, changes_between, is_too_long, never_edited
-from dspy_flashevolve.gepa.edits import put_into
+from dspy_flashevolve.gepa.changes import Change, Edit, Weave, is_too_long
 from dspy_flashevolve.observe.statistics import ChangeRecord
 
 Array = NDArray[np.float64]
@@ -90,14 +89,12 @@ class Outlook:
     """What admission reads of the changes while the pool's writer works on them; never changed, only replaced.
 
     Args:
-        joins: whether children come as changes; False where more of the last ones are rewrites, None before the first.
-        head_changes: how many changes the head has, as far as the last estimate tells.
-        alternatives: how many children are alternatives to the head's text of a component, at most.
+        joins: whether children come as edits; False where more of the last ones are whole texts, None before the first.
+        is_grown: the head joins what several children added to one text, as far as the last estimate tells.
     """
 
     joins: bool | None = None
-    head_changes: int = 0
-    alternatives: int = 0
+    is_grown: bool = False
 
 
 class Evidence:
@@ -197,39 +194,32 @@ class Credit:
 
     Args:
         seed: component -> text, on which changes are put.
-        code: components that hold code, which is not taken apart.
         scale: the range of scores.
         most_characters: of a candidate's texts together; None for no limit.
         most_each: of each text that is joined; None for no limit.
-        is_edited: see `Weave`.
     """
 
     def __init__(
-        self,
-        seed: Texts,
-        code: Collection[str],
-        scale: float,
-        most_characters: int | None = None,
-        most_each: int | None = None,
-        is_edited: IsEdited = never_edited,
+        self, seed: Texts, scale: float, most_characters: int | None = None, most_each: int | None = None
     ) -> None:
-        self._is_edited = is_edited
         self._most_characters, self._most_each = most_characters, most_each
-        self._code, self.scale = frozenset(code), scale
+        self.scale = scale
         self._era = -1
         self._former: list[ChangeRecord] = []
         """Changes of former bases, with their last estimates."""
         self.parent = 0
         """The pool's index of the last validated head."""
         self._children = deque[tuple[int, bool]](maxlen=LAST_CHILDREN)
-        """Step and whether its child rewrote its parent, of the last children."""
+        """Step and whether its child was written as a whole text, of the last children."""
         self.outlook = Outlook()
-        self._read = set[int]()
-        """Steps whose children a text was written anew of, though none of their changes was in it."""
-        self._before: tuple[Weave, dict[str, frozenset[int]], list[int]] | None = None
-        """The former base's changes, the candidates made of them, of which children may still come, and the numbers of
-        those that were kept. A run that goes on has forgotten them: then such a child stands for itself."""
-        self._begin(Weave(seed, code, is_edited), [])
+        self._grown = set[str]()
+        """Texts, as hashes, each with its component's name, that have grown; see :meth:`grown_in`."""
+        self._written_anew = set[str]()
+        """Texts, as hashes, that the reflection LM was asked to write anew."""
+        self._before = frozenset[str]()
+        """Hashes of the candidates that were made of changes on the former base: edits of them may still come. A run
+        that goes on has forgotten them: then such a child stands for itself."""
+        self._begin(Weave(seed), [])
 
     def _begin(self, weave: Weave, steps: list[int]) -> None:
         """Begin anew with the changes of a weave, each with the step that made it, and without any evidence."""
@@ -255,24 +245,20 @@ class Credit:
         if composition is not None:
             evidence.add((era, split, example), composition, score)
 
-    def record_children(self, step: int, children: Iterable[tuple[Texts, Texts]]) -> None:
+    def record_children(self, step: int, are_whole: Iterable[bool]) -> None:
         """Take note of how a step's children were written, whatever becomes of them; each step's once.
 
         Args:
-            children: parent and child.
+            are_whole: whether each was written as a whole text.
         """
         if all(number != step for number, _ in self._children):
-            new = [(parent, child) for parent, child in children if child != parent]
-            self._children.extend((step, changes_between(*pair, self._code, self._is_edited) is None) for pair in new)
+            self._children.extend((step, is_whole) for is_whole in are_whole)
             self._publish()
 
     def _publish(self) -> None:
         """Replace :attr:`outlook` by how the children and the head are now."""
-        rewrites = [is_rewrite for _, is_rewrite in self._children]
-        best = self._best()
-        alternatives = max(map(len, self.alternatives(best).values()), default=0)
-        joins = 2 * sum(rewrites) <= len(rewrites) if rewrites else None
-        self.outlook = Outlook(joins, len(best), alternatives)
+        whole = [is_whole for _, is_whole in self._children]
+        self.outlook = Outlook(2 * sum(whole) <= len(whole) if whole else None, bool(self._joined(self._best())))
 
     def variant(self, rng: random.Random) -> Texts:
         """Compose a candidate that tests changes: the head with and without some of those of unknown effect."""
@@ -291,64 +277,41 @@ class Credit:
     def _changes(self) -> list[Change]:
         return self._weave.changes
 
-    def take(self, step: int, parent: Texts, child: Texts, split: str, scores: Mapping[Hashable, float]) -> bool:
-        """Take apart into changes a child that beat its parent; False where it cannot be, and stands for itself.
+    def take(
+        self,
+        step: int,
+        parent: Texts,
+        child: Texts,
+        edits: Mapping[str, Iterable[Edit]],
+        split: str,
+        scores: Mapping[Hashable, float],
+    ) -> bool:
+        """Take in the edits of a child; False where changes do not stand on its parent, and it stands for itself.
 
         Args:
             step: that made it.
             parent, child: their texts.
+            edits: component -> edits of the parent that make the child.
             split, scores: what the child had on its screen.
         """
+        self.mark_grown(child, self.grown_in(parent))
         composition = self._compositions.get(hash_of(parent))
         if composition is None:
-            return self._take_late(step, parent, child)
-        taken = self._weave.take(composition, child)
-        if taken is None:
-            return False
-        self._record_origin(step)
-        self._publish()
-        composition, is_exact = taken
-        if not is_exact:
-            return True  # it adds nothing that is not known, but its text is another one: its scores tell nothing
-        self._compositions.setdefault(hash_of(child), composition)
-        for example, score in scores.items():
-            self._evidence.add((self._era, split, example), composition, score)
-        return True
-
-    def _record_origin(self, step: int) -> None:
-        """Note of the changes that are new the step that made them."""
+            if hash_of(parent) not in self._before:
+                return False
+            self._weave.take_late(parent, edits)
+        else:
+            composition = self._weave.take(composition, edits)
         self._steps += [step] * (len(self._changes) - len(self._steps))
-
-    def _take_late(self, step: int, parent: Texts, child: Texts) -> bool:
-        """Take in a child that is edits of a text that the changes stood on before; False where it is none.
-
-        Each of its edits goes where the new base has a part most like what it replaces, or like itself; those that
-        wrote the whole text anew stay together.
-        """
-        changed = [name for name, text in child.items() if text != parent[name]]
-        if self._before is None or not all(self._is_edited(child[name]) for name in changed):
-            return False
-        weave, compositions, kept = self._before
-        composition = compositions.get(hash_of(parent))
-        taken = None if composition is None else weave.take(composition, child)
-        if composition is None or taken is None:
-            return False
-        new, is_taken = [weave.changes[number] for number in sorted(taken[0] - composition)], False
-        for name in dict.fromkeys(change.component for change in new):
-            base = self._weave.base[name]
-            if base == weave.base[name]:  # the text was not written anew, and its changes stand
-                there = frozenset(kept.index(number) for number in composition if number in kept)
-                children = [(there, {**self._weave.compose(there), name: child[name]})]
-            else:
-                texts = [Weave.renumbered(put_into(base, change)) for change in new if change.component == name]
-                if changes_between({name: parent[name]}, {name: child[name]}, self._code) is None:
-                    texts = [child[name]]  # edits that wrote the whole text anew: it is another way to write this one
-                children = [(frozenset[int](), {**self._weave.base, name: text}) for text in texts]
-            for chosen, made in children:
-                is_taken |= self._weave.take(chosen, made, is_edited=True) is not None
-        self._record_origin(step)
+        if composition is not None:
+            composed = self._weave.compose(composition)
+            # A change that another child has made already stands where that one put it: lines may be in another order.
+            if all(sorted(composed[name].split()) == sorted(text.split()) for name, text in child.items()):
+                self._record_composition(child, composition)
+                for example, score in scores.items():
+                    self._evidence.add((self._era, split, example), composition, score)
         self._publish()
-        return is_taken
+        return True
 
     def head(self) -> Head:
         """Compose the base with all changes that are expected to help."""
@@ -358,48 +321,43 @@ class Credit:
         gain = sum(mean[number] for number in chosen - last) - sum(mean[number] for number in last - chosen)
         return Head(self._compose(chosen), chosen, gain)
 
-    def grown(self, texts: Texts, least: int) -> dict[str, list[tuple[str, float, float]]]:
-        """Find the components in which a composed candidate has at least ``least`` changes.
+    def effects_in_grown(self, texts: Texts, least: int) -> dict[str, list[tuple[str, float, float]]]:
+        """Find the components of a candidate that have grown and have at least ``least`` changes.
 
         Returns:
             Component -> for each of its changes the part that it puts in, its estimated effect, and the standard error.
         """
-        grown: dict[str, list[tuple[str, float, float]]] = {}
+        effects: dict[str, list[tuple[str, float, float]]] = {name: [] for name in self.grown_in(texts)}
         mean, error = self._means(), self._errors()
         for number in sorted(self.changes_in(texts)):
             change = self._changes[number]
-            grown.setdefault(change.component, []).append((change.part, mean[number], error[number]))
-        return {name: rows for name, rows in grown.items() if len(rows) >= least}
+            if change.component in effects:
+                effects[change.component].append((change.part, mean[number], error[number]))
+        return {name: rows for name, rows in effects.items() if len(rows) >= least}
 
-    def alternatives(self, chosen: Collection[int]) -> dict[str, dict[int, str]]:
-        """Find children that are expected to help and have nothing in a composed candidate, since it has a rival of
-        theirs: most are other ways to write the whole text. Those that a text was written anew of are left out.
+    def grown_in(self, texts: Texts) -> list[str]:
+        """Name the components whose text has grown: it joins what several children added who may not have seen each
+        other's, or was made of such a text by edits."""
+        return [name for name, text in texts.items() if hash_of({name: text}) in self._grown]
 
-        Args:
-            chosen: the changes in the candidate.
+    def mark_grown(self, texts: Texts, names: Iterable[str]) -> None:
+        """Take note that these components of a candidate have grown."""
+        self._grown.update(hash_of({name: texts[name]}) for name in names)
 
-        Returns:
-            Component -> step that made such a child -> what it puts in, the best first.
-        """
-        there = {self._steps[number] for number in chosen}
-        claimed = {claim for number in chosen for claim in self._changes[number].claims}
-        parts_by_step: dict[str, dict[int, list[str]]] = {}
-        mean = self._means()
-        for number in sorted(range(len(mean)), key=lambda number: -mean[number]):
-            change, step = self._changes[number], self._steps[number]
-            if step in there or step in self._read or mean[number] <= 0 or not change.part:
-                continue
-            if not claimed.isdisjoint(change.claims):
-                parts_by_step.setdefault(change.component, {}).setdefault(step, []).append(change.part)
-        return {
-            name: {step: "\n".join(parts) for step, parts in children.items()}
-            for name, children in parts_by_step.items()
-        }
+    def _joined(self, chosen: Iterable[int]) -> list[str]:
+        """Name the components in which several children have changes, or one in a text that has grown."""
+        steps: dict[str, set[int]] = {name: {-1} for name in self.grown_in(self._weave.base)}
+        for number in chosen:
+            steps.setdefault(self._changes[number].component, set()).add(self._steps[number])
+        return [name for name, made in steps.items() if len(made) > 1]
 
-    def mark_read(self, steps: Iterable[int]) -> None:
-        """Take note that a text is written anew of the alternatives that these steps made."""
-        self._read.update(steps)
-        self._publish()
+    def mark_written_anew(self, texts: Texts) -> None:
+        """Take note that the reflection LM is asked to write these texts anew."""
+        self._written_anew.add(hash_of(texts))
+
+    def is_written_anew(self, texts: Texts) -> bool:
+        """Whether the reflection LM was asked to write these texts anew, whatever came of it."""
+        return hash_of(texts) in self._written_anew
 
     def mark_validating(self, step: int, head: Head) -> None:
         """Compare later heads with this one, which a step begins to validate."""
@@ -423,11 +381,9 @@ class Credit:
 
         Changes of components that it has written anew are gone; their last estimates are kept for the record.
         """
-        records = self._present()
-        former = Weave.restored(self._weave.kept(), self._code, self._is_edited)  # a copy: the weave itself moves on
-        prior = self._effects.prior
+        records, prior = self._present(), self._effects.prior
+        self._before = frozenset(self._compositions)
         kept = self._weave.stand_on(candidate)
-        self._before = former, self._compositions, kept
         self._former += [record for number, record in enumerate(records) if number not in kept]
         self._begin(self._weave, [self._steps[number] for number in kept])
         self._effects = replace(self._effects, prior=prior)  # children are as good as they were
@@ -435,38 +391,35 @@ class Credit:
         self._publish()
 
     def kept(self) -> dict[str, Any]:
-        """Return, as JSON, what :meth:`restore` needs beside candidates and rollouts, and the estimates for people."""
+        """Return, as JSON, what :meth:`restore` needs beside rollouts, and the estimates for people."""
         return {
             **self._weave.kept(),
             "parent": self.parent,
             "steps": self._steps,
             "children": list(self._children),
-            "read": sorted(self._read),
+            "compositions": {name: sorted(changes) for name, changes in self._compositions.items()},
+            "grown": sorted(self._grown),
+            "written_anew": sorted(self._written_anew),
             "tried": [[step, sorted(changes)] for step, changes in self._tried.items()],
             "effects": [[record.effect, record.error] for record in self._present()],
             "former": [asdict(record) for record in self._former],
         }
 
-    def restore(
-        self, kept: Mapping[str, Any], candidates: Mapping[str, Texts], rollouts: Iterable[tuple[str, str, str, float]]
-    ) -> None:
+    def restore(self, kept: Mapping[str, Any], rollouts: Iterable[tuple[str, str, str, float]]) -> None:
         """Put the changes, and the evidence on them, back where an interrupted run had them.
 
         Args:
             kept: see :meth:`kept`.
-            candidates: hash -> texts of all that were run.
             rollouts: what :meth:`record_score` was told then.
         """
-        self._begin(Weave.restored(kept, self._code, self._is_edited), list(kept["steps"]))
+        self._begin(Weave.restored(kept), list(kept["steps"]))
         self.parent = kept["parent"]
-        self._children.extend((step, is_rewrite) for step, is_rewrite in kept.get("children", ()))
-        self._former = [ChangeRecord(**record) for record in kept.get("former", ())]
-        self._read.update(kept.get("read", ()))
+        self._children.extend((step, is_whole) for step, is_whole in kept["children"])
+        self._former = [ChangeRecord(**record) for record in kept["former"]]
+        self._grown.update(kept["grown"])
+        self._written_anew.update(kept["written_anew"])
         self._tried = {step: frozenset(changes) for step, changes in kept["tried"]}
-        for name, texts in candidates.items():
-            numbers = self._weave.numbers_in(texts) if texts.keys() == self._weave.base.keys() else None
-            if numbers is not None:
-                self._compositions.setdefault(name, numbers)
+        self._compositions.update({name: frozenset(changes) for name, changes in kept["compositions"].items()})
         for rollout in rollouts:
             self.record_score(*rollout)
         self._publish()
@@ -493,8 +446,13 @@ class Credit:
 
     def _compose(self, chosen: frozenset[int]) -> Texts:
         candidate = self._weave.compose(chosen)
-        self._compositions.setdefault(hash_of(candidate), chosen)
+        self._record_composition(candidate, chosen)
         return candidate
+
+    def _record_composition(self, candidate: Texts, chosen: frozenset[int]) -> None:
+        """Take note of the changes of which a candidate is composed."""
+        self._compositions.setdefault(hash_of(candidate), chosen)
+        self.mark_grown(candidate, self._joined(chosen))
 
     def _best(self) -> list[int]:
         """The changes that are expected to help, the best first."""

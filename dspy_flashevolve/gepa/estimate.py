@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,18 +14,19 @@ from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError
 from dspy_flashevolve.engine.steps import End, EndKind, Step
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.compilation import texts_of
 from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.gepa.options import adapter_of
 from dspy_flashevolve.gepa.settings import GepaSettings
-from dspy_flashevolve.programs.copies import isolated_copy
+from dspy_flashevolve.programs.building import copy_of
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.prices import rates_of
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.usage import calls_of, cost_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def estimate(
     """
     size = min(settings.minibatch_size, len(trainset))
     examples = random.Random(settings.seed).sample(list(trainset), size)
-    student, reflection_lm = isolated_copy(student), _uncached(settings.reflection_lm)
+    student, reflection_lm = copy_of(student), _uncached(settings.reflection_lm)
     for predictor in student.predictors():
         predictor.set_lm(_uncached(predictor.lm))
     with dspy.context(lm=_uncached(dspy.settings.lm)):

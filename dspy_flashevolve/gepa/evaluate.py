@@ -8,7 +8,6 @@ is known of a candidate already is not asked for again.
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from collections import deque
@@ -26,7 +25,8 @@ from dspy_flashevolve.engine.errors import NoLongerWantedError, RolloutUnresolve
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, step_rng
-from dspy_flashevolve.gepa.consolidations import CONSOLIDATION, JOINED
+from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.gepa.consolidations import CONSOLIDATION
 from dspy_flashevolve.gepa.heads import is_surely_better
 from dspy_flashevolve.gepa.options import Parts
 from dspy_flashevolve.gepa.pool import Pool
@@ -37,7 +37,7 @@ from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ProgramRecord
 from dspy_flashevolve.programs.run import DspyRun
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 COMPARED = 0.25
 """Share of a validation on which a head and the same text written anew are compared where both cannot be paid whole.
 Under a model that rewrites whole texts (``rewriting``) runs of 120 metric calls gain .168 that way, .096 with the head
@@ -486,7 +486,7 @@ class Evaluations:
         begun: dict[Any, Rollout] = {}
         while not begun and not self._affords(step, missing := unpaid(), is_last):
             worse = len(children) - 1
-            if len(children) == 2 and children[1].proposal.tag in (CONSOLIDATION, JOINED):
+            if len(children) == 2 and children[1].proposal.tag == CONSOLIDATION:
                 worse, begun = await self._compared(step, plans, is_last)
             lost = "of the best text and the same written anew, this one is no better on the first examples"
             reason = lost if begun else "no budget is left for it"

@@ -2,8 +2,9 @@
 
 A head follows from all rollouts so far (credit.py). It is validated again where it is better by some margin, and within
 a share of the metric calls. The last one is what the run returns: calls are kept for it, it begins while
-``max_seconds`` still leave time, and the reflection LM writes its text anew beside it. How far a run is with that is
-its :class:`Phase`, which moves in one place, on the loop.
+``max_seconds`` still leave time, and the reflection LM writes its text anew beside it. A best text that is validated
+already, a perfect one too, is written anew as well before the run ends. How far a run is with that is its
+:class:`Phase`, which moves in one place, on the loop.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from statistics import median_low, stdev
 
 from dspy_flashevolve.engine.staleness import Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
-from dspy_flashevolve.gepa.consolidations import CONSOLIDATION, LEAST_ALTERNATIVES, Consolidations
+from dspy_flashevolve.gepa.consolidations import CONSOLIDATION, Consolidations
 from dspy_flashevolve.gepa.credit import Credit, Head
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
@@ -41,9 +42,9 @@ LAST_MARGIN, LAST_SHARE = 1.25, 0.25
 equally fast; and not before their last quarter, so that a large validation set leaves time to search."""
 TIMED_VALIDATIONS = 5
 """What a validation takes is the median over so many: one answer that hangs makes none of them long."""
-LEAST_EDITS, GROWN_EDITS = 6, 20
-"""So many edits in one text have it written anew before the last validation, and before another one. A text of 24
-unconsolidated reflections scored .29, the same written anew .50."""
+GROWN_EDITS = 20
+"""So many edits in one text have it written anew before a validation that is not the last. A text of 24 unconsolidated
+reflections scored .29, the same written anew .50."""
 FEWEST_COMPARED, SURELY_BETTER = 20, 3.0
 """Standard errors by which the head has to beat the same text written anew to be kept. Of six such pairs on a real task
 heads and clean texts score the same on test (.41, .40), so that a difference of two errors is mostly luck: one head was
@@ -61,20 +62,21 @@ class Phase(Enum):
     CALLS_SPENT = "what is left pays no further step: the next one validates the last head"
     TIME_SPENT = "max_seconds leave just the time for it: the validation of the last head has begun"
     TIME_MISSED = "that validation failed, and there is no time for another: steps search as long as calls are left"
+    LAST_TRIED = "the last head has had its step: one more writes the best text anew, if it has grown and that is paid"
+    PERFECT = "no text can be better than the best one: no step searches, and one more writes it anew, as above"
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A candidate that a step validates without having made it.
+    """A candidate that a step validates without having made it, or writes anew.
 
     Args:
-        head: the last head; None for a candidate to begin from, and for what an interrupted run was about to validate.
-        is_last: it is the last head.
+        candidate: a head, the pool's best text, or a candidate to begin from.
+        is_last: no other step runs beside it, and no further head is expected.
         is_timed: its validation has to end before ``max_seconds``.
     """
 
     candidate: Texts
-    head: Head | None = None
     is_last: bool = False
     is_timed: bool = False
 
@@ -137,6 +139,7 @@ class Heads:
         settings: the LM that consolidates, and how long texts may be.
         initial: candidates to begin from beside the seed; each has a step that validates it.
         asks_for_edits: children are edits, so that their parts can be consolidated.
+        ends_with_perfect: a candidate that cannot be beaten ends the search.
     """
 
     def __init__(
@@ -149,9 +152,10 @@ class Heads:
         settings: GepaSettings,
         initial: Sequence[Texts],
         asks_for_edits: bool,
+        ends_with_perfect: bool = False,
     ) -> None:
         self._run, self._pool, self._credit, self._selection, self._calls = run, pool, credit, selection, calls
-        self._settings, self._initial = settings, list(initial)
+        self._settings, self._initial, self._ends_with_perfect = settings, list(initial), ends_with_perfect
         self._consolidations: Consolidations | None = None
         if credit is not None and asks_for_edits:
             self._consolidations = Consolidations(run, pool, credit, calls, settings)
@@ -159,8 +163,6 @@ class Heads:
         self.phase = Phase.SEARCHING
         self._pending: Head | None = None
         """The head, as of :meth:`refresh`, where it is better than what was validated."""
-        self._joining: int | None = None
-        """Number of the step that has a validated head written anew with its alternatives; one at a time."""
         self._validation_calls = 0
         """Metric calls that validations of heads have cost at most."""
         self._improved_at = 0, 0
@@ -170,7 +172,7 @@ class Heads:
 
     @property
     def has_changes(self) -> bool:
-        """Whether children are taken apart into changes, of which heads are made."""
+        """Whether heads are made of the edits of children."""
         return self._credit is not None
 
     @property
@@ -188,11 +190,10 @@ class Heads:
 
     @property
     def is_grown(self) -> bool:
-        """Whether there is so much in the head, or beside it, that it is written anew before its last validation."""
+        """Whether there is so much in the head that it is written anew before its last validation."""
         if self._credit is None or self._consolidations is None or self._calls.are_spent:
             return False
-        outlook = self._credit.outlook
-        return outlook.head_changes >= LEAST_EDITS or outlook.alternatives >= LEAST_ALTERNATIVES
+        return self._credit.outlook.is_grown
 
     @property
     def pending(self) -> Head | None:
@@ -222,29 +223,63 @@ class Heads:
         validations = 2 + requests / len(self._pool.loader)  # its own, the last head's, and what shares the slots
         return doubts and self.time.left > validations * self.time.expected
 
+    @property
+    def only_rewrites(self) -> bool:
+        """Whether all that is left to do is to write the best text anew."""
+        return self.phase in (Phase.LAST_TRIED, Phase.PERFECT)
+
+    @property
+    def obstacle(self) -> str:
+        """Why the best text cannot be written anew and validated any more; empty where it can."""
+        left = self._run.budget.left
+        if spent := [limit for limit, share in self._calls.used_shares.items() if share >= 1]:
+            return f"{spent[0]} is spent"
+        if left is not None and left < len(self._pool.loader):
+            return f"the {left} metric calls left do not pay its validation"
+        return f"max_seconds={self._run.max_seconds:g} leave no time for it" if self.time.is_ending else ""
+
+    @property
+    def why_grown(self) -> str:
+        """Why the best text has grown and was not written anew; empty where it has not grown."""
+        pool, credit = self._pool, self._credit
+        if credit is None or pool.best_index not in pool.grown:
+            return ""
+        is_written = credit.is_written_anew(pool.state.program_candidates[pool.best_index])
+        return "the new text is worse, or of no use" if is_written else self.obstacle or "the run ended before"
+
     # How the phase moves.
 
     def _move(self, phase: Phase) -> None:
-        self.phase = phase
+        if self.phase is not Phase.PERFECT:
+            self.phase = phase
+
+    async def look_for_perfect(self, highest: float) -> None:
+        """End the search where the best candidate cannot be beaten.
+
+        Args:
+            highest: the best score that an example can have.
+        """
+        if self._ends_with_perfect and await self._pool.write(self._pool.is_perfect, highest):
+            self._move(Phase.PERFECT)
+            await self.refresh()
 
     def begin_last(self) -> bool:
         """Let the next step validate the last head, where no step runs and there is one; once for each try."""
-        if self.phase is Phase.CALLS_SPENT:  # it has had its step
-            self._move(Phase.SEARCHING)
-            return False
-        if self._run.live or self.pending is None:
+        if self.phase is Phase.CALLS_SPENT:
+            self._move(Phase.LAST_TRIED)
+        if self.phase is Phase.LAST_TRIED or self._run.live or self.pending is None:
             return False
         self._move(Phase.CALLS_SPENT)
         return True
 
     def resume_search(self) -> None:
         """Go back to searching, since calls were handed back that pay a step."""
-        if self.phase is Phase.CALLS_SPENT:
+        if self.phase in (Phase.CALLS_SPENT, Phase.LAST_TRIED):
             self._move(Phase.SEARCHING)
 
     async def refresh(self) -> None:
         """Look at the head as it is now: what admission reads until the next time."""
-        self._pending = await self._pool.write(self._due, 0.0, is_last=True)
+        self._pending = await self._pool.write(self._last)
 
     async def take(self, step: Step) -> Given | None:
         """Find what a step validates without having made it; None for a step that searches.
@@ -257,7 +292,7 @@ class Heads:
         """
         if step.recorded is not None:
             return await self._pool.write(self._given_again, step)
-        is_last = self.phase is Phase.CALLS_SPENT
+        is_last = self.phase in (Phase.CALLS_SPENT, Phase.LAST_TRIED, Phase.PERFECT)
         given = await self._pool.write(self._given, step, is_last, self._is_timed)
         if given is not None and given.is_timed:
             self._move(Phase.TIME_SPENT)
@@ -271,9 +306,10 @@ class Heads:
             pays: whether the metric calls pay one beside the last.
         """
         is_timed = self._is_timed
-        if self.has_ended or not (pays or is_timed):
+        if self.phase in (Phase.TIME_SPENT, Phase.PERFECT) or not (pays or is_timed):
             return None
-        given = await self._pool.write(self._given_head, step, 0.0 if is_timed else LEAST_GAIN, False, is_timed)
+        least = 0.0 if is_timed else LEAST_GAIN
+        given = await self._pool.write(lambda: self._given_head(step, self._due(least, is_timed), False, is_timed))
         if given is not None and is_timed:
             self._move(Phase.TIME_SPENT)
         return given
@@ -293,45 +329,50 @@ class Heads:
 
     def begin(self, step: Step, given: Given) -> list[Screened]:
         """Begin the validation of what a step was given."""
-        if given.head is not None:
-            return self._begin(step, given.head, given.is_last)
         if given.candidate in self._initial:
             self._initial.remove(given.candidate)
             return self._to_validate(step, given.candidate, 0, "initial")
         assert self._credit is not None
+        self.keep_credit()
         self._validation_calls += len(self._pool.loader)
-        return self._to_validate(step, given.candidate, self._credit.parent, "head", given.is_last)
+        candidates = self._pool.state.program_candidates
+        parent = candidates.index(given.candidate) if given.candidate in candidates else self._credit.parent
+        return self._to_validate(step, given.candidate, parent, "head", given.is_last)
 
-    def _due(self, least: float, is_last: bool = False, joins: bool = True) -> Head | None:
-        """Compose the head; None where neither it nor what its alternatives know is worth a validation.
+    def _due(self, least: float, is_pressing: bool = False) -> Head | None:
+        """Compose the head; None where it is worth no validation.
 
         Args:
             least: what it has to gain, as a share of the range of scores.
-            is_last: whatever share of the metric calls validations have had.
-            joins: whether alternatives count.
+            is_pressing: whatever share of the metric calls validations have had.
         """
-        credit, pool, consolidations = self._credit, self._pool, self._consolidations
-        if credit is None or not pool.seed_confirmed or not (is_last or self.may_validate):
+        credit, pool = self._credit, self._pool
+        if credit is None or not pool.seed_confirmed or not (is_pressing or self.may_validate):
             return None
         head = credit.head()
-        if head.candidate not in pool.state.program_candidates:
-            return head if head.gain > least * credit.scale else None
-        if consolidations is None or not joins or self._joining is not None:
-            return None
-        return head if consolidations.alternatives(head.changes) else None
+        is_new = head.candidate not in pool.state.program_candidates
+        return head if is_new and head.gain > least * credit.scale else None
 
-    def _given_head(self, step: Step, least: float, is_last: bool, is_timed: bool) -> Given | None:
-        """Find the head for a step, and mark it at once, so that no other step finds it, too."""
-        head = self._due(least, is_last=is_last or is_timed, joins=not is_timed)
+    def _last(self) -> Head | None:
+        """Find what the last validation of a run is for: the head, or the best text of the pool, written anew."""
+        head = None if self.only_rewrites else self._due(0.0, is_pressing=True)
+        if head is not None or self._credit is None or self._consolidations is None:
+            return head
+        best = self._pool.best_index
+        texts = self._pool.state.program_candidates[best]
+        is_due = best in self._pool.grown and self._consolidations.may_write(texts)
+        return Head(texts, self._credit.changes_in(texts), 0.0) if is_due else None
+
+    def _given_head(self, step: Step, head: Head | None, is_last: bool, is_timed: bool) -> Given | None:
+        """Give a step a head, and mark it at once, so that no other step is given it, too."""
         if head is None or self._credit is None:
             return None
         self._credit.mark_validating(step.number, head)
-        if head.candidate in self._pool.state.program_candidates:
-            self._joining = step.number
-        return Given(head.candidate, head, is_last, is_timed)
+        return Given(head.candidate, is_last, is_timed)
 
     def _given(self, step: Step, is_last: bool, is_timed: bool) -> Given | None:
-        given = self._given_head(step, 0.0, is_last, is_timed and not is_last) if is_last or is_timed else None
+        head = self._last() if is_last else self._due(0.0, is_pressing=True) if is_timed else None
+        given = self._given_head(step, head, is_last, is_timed and not is_last)
         if given is None and is_last:
             raise StepEnded(EndKind.REJECTED, "the last head is worth no validation any more")
         if given is None and (left := self._initial_left()):
@@ -343,8 +384,7 @@ class Heads:
     def _given_again(self, step: Step) -> Given | None:
         """Find what a step of an interrupted run was about to validate."""
         journal = self._run.journal
-        kept = None if journal is None else journal.journal.get_state(_kept_head(step))
-        name, is_last = kept if isinstance(kept, list) else (kept, False)  # earlier runs kept the name alone
+        name, is_last = (journal and journal.journal.get_state(_kept_head(step))) or (None, False)
         candidate = None if journal is None or name is None else dict(journal.texts[name])
         if candidate is None or (self._credit is None and candidate not in self._initial_left()):
             return None
@@ -353,12 +393,6 @@ class Heads:
 
     def _initial_left(self) -> list[Texts]:
         return [texts for texts in self._initial if texts not in self._pool.state.program_candidates]
-
-    def _begin(self, step: Step, head: Head, is_last: bool = False) -> list[Screened]:
-        assert self._credit is not None
-        self.keep_credit()
-        self._validation_calls += len(self._pool.loader)
-        return self._to_validate(step, head.candidate, self._credit.parent, "head", is_last)
 
     def _to_validate(
         self, step: Step, candidate: Texts, parent: int, tag: str, is_last: bool = False
@@ -379,7 +413,7 @@ class Heads:
             self.keep_credit()
 
     async def consolidated(self, step: Step, heads: list[Screened], given: Given) -> list[Screened]:
-        """Let the reflection LM write a head anew that has grown, or has alternatives and is validated or the last.
+        """Let the reflection LM write a head anew that has grown.
 
         Before the last validation the new text stands beside the head. Before, it takes the head's place; the new text
         is what further edits are put on, if its validation is good enough.
@@ -389,23 +423,16 @@ class Heads:
             given: where it comes from.
 
         Returns:
-            What is to be validated; nothing where the head is validated already, and no new text came of it.
+            What is to be validated; nothing where the text is validated already, and no new one came of it.
         """
-        head, is_last = heads[0].proposal, given.is_last
-        is_validated = await self._pool.write(lambda: head.candidate in self._pool.state.program_candidates)
-        left = [] if is_validated else heads
+        is_last, head = given.is_last, heads[0].proposal.candidate
+        left = [] if await self._pool.write(lambda: head in self._pool.state.program_candidates) else heads
         if self._consolidations is None or given.is_timed or (is_last and self.time.is_ending):
             return left
-        least_edits = LEAST_EDITS if is_last else GROWN_EDITS
-        anew = await self._consolidations.written(step, head, least_edits, joins=is_last or is_validated)
+        anew = await self._consolidations.written(step, heads[0].proposal, 0 if is_last else GROWN_EDITS)
         if anew is None:
             return left
         return [*left, anew] if is_last else [anew]
-
-    def ended(self, step: Step) -> None:
-        """Take note that a step has ended: another one may join what there is then."""
-        if self._joining == step.number:
-            self._joining = None
 
     # What validations tell. Runs in the pool's writer.
 
@@ -436,8 +463,8 @@ class Heads:
     def record_children(self, step: Step, children: Sequence[Child]) -> None:
         """Take note of how a step's children were written."""
         if self._credit is not None:
-            pairs = [(child.parent.task.parent_candidate, child.candidate) for child in children]
-            self._credit.record_children(step.number, pairs)
+            new = [child for child in children if child.candidate != child.source]
+            self._credit.record_children(step.number, [child.is_whole for child in new])
             self.keep_credit()
 
     def learn(self, commits: Sequence[Commit], clean: Collection[int] = ()) -> None:

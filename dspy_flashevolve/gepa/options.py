@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dspy.primitives.module import Module
-from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from gepa.api import optimize
 from gepa.core.data_loader import DataLoader
 from gepa.core.state import EvaluationCache, GEPAState
@@ -39,10 +38,12 @@ from gepa.strategies.proposal_selection import AllImprovements
 from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper, NoImprovementStopper
 
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.gepa.tracker import Tracker
+from dspy_flashevolve.programs.building import StudentAdapter
 
-gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
+gepa_logger = logger_named("dspy.teleprompt.gepa.gepa")
 """dspy.GEPA's: what the run says, and what each iteration does."""
 REFUSED = {
     "seed_candidate": "it is read from the student that compile() gets",
@@ -87,7 +88,6 @@ PROTOCOLS: dict[str, type] = {
 }
 """Strategy -> what an object of the user's own must be; a component selector may be any callable."""
 FRONTIERS = ("instance", "objective", "hybrid", "cartesian")
-
 
 ARGUMENTS = {
     **{name: name for name in (
@@ -437,9 +437,9 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
 
 
-def adapter_of(settings: GepaSettings, student: Module, reflection_lm: Any) -> DspyAdapter:
+def adapter_of(settings: GepaSettings, student: Module, reflection_lm: Any) -> StudentAdapter:
     """Build dspy's adapter as ``dspy.GEPA.compile`` does."""
-    return DspyAdapter(
+    return StudentAdapter(
         student_module=student,
         metric_fn=settings.metric_fn,
         feedback_map={},  # filled for each minibatch, see ReflectionRunner.dataset

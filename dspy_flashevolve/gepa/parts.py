@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,6 +17,11 @@ REWORDED = 0.6
 children by real reflection models .65, .63, .61 and .55 come apart with .5, .6, .7 and .8; below .6 other rules are
 taken for it."""
 
+FEW_WORDS = 3
+"""Two parts of more words that say the same are never both in a text. "Answer briefly." may stand in two sections."""
+
+OPENING = 500
+"""Characters of a block that tell what it is: longer than any heading or mark of a list."""
 _SENTENCE = re.compile(r"(?<=[.!?])(?<!\b[A-Z]\.)(?<!\be\.g\.)(?<!\bi\.e\.)(\s+)(?=[A-Z\"'(\[*_`])")
 _WORD = re.compile(r"\w+")
 _MARK = re.compile(r"\A\s*(?:[-*+•]|\d{1,3}[.)])\s+")
@@ -58,24 +63,32 @@ def _blocks(text: str) -> list[tuple[int, int, bool]]:
     """Start and end of each block of lines that belong together, and whether it is prose."""
     blocks: list[tuple[int, int, bool]] = []
     position, fenced, above = 0, False, ""
+    labels: set[str] | None = set()  # of the lines of the block, while all of them have one
     for line in text.splitlines(keepends=True):
         start, position = position, position + len(line)
         if line.strip():
             begin, _, is_prose = blocks[-1] if blocks else (0, 0, False)
-            goes_on = _goes_on(text[begin:start], is_prose, above, line)
+            label = _LABEL.match(line)
+            opening = text[begin : min(start, begin + OPENING)]  # a look at the whole block would make this quadratic
+            goes_on = False if fenced else _goes_on(opening, labels, is_prose, above, line)
             if blocks and (fenced or goes_on is not None):
+                labels = {*labels, label[1]} if labels is not None and label else None
                 blocks[-1] = (begin, start + len(line.rstrip()), not fenced and is_prose and goes_on is True)
             else:
                 is_prose = not (_MARK.match(line) or _ROW.match(line) or _turns_fence(line) or _HEADING.match(line))
                 blocks.append((start, start + len(line.rstrip()), is_prose))
+                labels = {label[1]} if label else None
             if _turns_fence(line):
                 fenced = not fenced
+        else:
+            labels = None
         above = line
     return blocks
 
 
-def _goes_on(block: str, is_prose: bool, above: str, line: str) -> bool | None:
-    """Whether a line belongs to the block above: None where it does not, True where it is the same prose."""
+def _goes_on(block: str, labels: set[str] | None, is_prose: bool, above: str, line: str) -> bool | None:
+    """Whether a line belongs to the block above, whose beginning is given: None where it does not, True where it is the
+    same prose."""
     is_item = _MARK.match(line) is not None
     if _indent(line) > _indent(block) and (not is_item or _MARK.match(block)) and not _HEADING.match(block):
         return False
@@ -84,9 +97,8 @@ def _goes_on(block: str, is_prose: bool, above: str, line: str) -> bool | None:
     row, row_above, label = _ROW.match(line), _ROW.match(above), _LABEL.match(line)
     if row or row_above:
         return False if row and row_above and row[1] == row_above[1] else None
-    labels = [_LABEL.match(labelled) for labelled in block.splitlines()]
-    if label and all(labels):  # "Input: ..." with the "Output: ..." under it
-        return False if label[1] not in [match[1] for match in labels if match] else None
+    if label and labels is not None:  # "Input: ..." with the "Output: ..." under it
+        return False if label[1] not in labels else None
     is_open = above.rstrip()[-1] not in ".!?:;" and not _HEADING.match(above.strip())
     return is_prose if is_open and (line.lstrip()[0].islower() or (is_prose and len(above) > WRAPPED)) else None
 
@@ -124,17 +136,6 @@ def normal(part: str) -> str:
     return " ".join(_MARK.sub("", part).lower().split())
 
 
-@lru_cache(maxsize=2**16)
-def face_of(text: str) -> str:
-    """What makes two parts the same: all but their numbers in a list, and space at the ends of lines."""
-    return NUMBER.sub(r"\1#", same_text(text))
-
-
-def same_text(text: str) -> str:
-    """A text without space at the ends of lines and at its own end."""
-    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
-
-
 @lru_cache(maxsize=2**14)
 def words_of(text: str) -> frozenset[str]:
     return frozenset(_WORD.findall(normal(text)))
@@ -146,9 +147,38 @@ def likeness(part: Part, other: Part) -> float:
     return 2 * len(mine & words) / max(1, len(mine) + len(words))
 
 
-def is_worded_as(part: Part, other: Part) -> bool:
-    """Whether two parts have most of their words in common."""
-    return likeness(part, other) >= REWORDED
+@lru_cache(maxsize=2**16)
+def wording_of(part: Part) -> str:
+    """What a part says, however it is marked, spaced and punctuated; empty for headings and for :data:`FEW_WORDS`."""
+    wording = normal(part.text).strip(" .!?:;,*_")
+    return wording if level_of(part) > 8 and len(wording.split()) > FEW_WORDS else ""
+
+
+def said_once(parts: Sequence[Part], said: Iterable[str], fixed: Collection[int] = ()) -> list[int]:
+    """Leave out of a text what says again what is said already, and headings that lead to nothing but that.
+
+    Args:
+        said: wordings of parts that stand elsewhere.
+        fixed: positions of parts that stay.
+
+    Returns:
+        The positions of the others.
+
+    >>> parts = parts_of("## Codes\\n- Use K7 for rust.\\n\\n## Form\\n- Answer briefly.")
+    >>> [parts[at].text for at in said_once(parts, ["use k7 for rust"])]
+    ['## Form', '- Answer briefly.']
+    """
+    levels, left, known = [*map(level_of, parts), 0], list[int](), set(said) - {""}
+    for at, part in enumerate(parts):
+        is_value = levels[at - 1] == 8 and not is_item(part)  # "Output:" and its value belong to one example
+        if at in fixed or is_value or wording_of(part) not in known:
+            left.append(at)
+        known |= {wording_of(part)} - {""}
+    kept = [len(parts)]
+    for at in reversed(left):
+        if at in fixed or levels[at] >= levels[at + 1] or levels[at] < levels[kept[-1]]:
+            kept.append(at)
+    return kept[:0:-1]
 
 
 def title_of(part: Part) -> str:

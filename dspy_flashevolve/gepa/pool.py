@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from html import escape
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
+from urllib.parse import quote
 
+import cloudpickle
 from gepa.core.adapter import EvaluationBatch
 from gepa.core.data_loader import DataLoader
 from gepa.core.engine import GEPAEngine
 from gepa.core.state import EvaluationCache, GEPAState, ValsetEvaluation, initialize_gepa_state
 from gepa.gepa_utils import json_default
 from gepa.proposer.base import CandidateProposal
+from gepa.visualization import candidate_tree_html_from_data
 
+from dspy_flashevolve.engine.files import write_private
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.redaction import make_private
 from dspy_flashevolve.engine.replay import Rollout, RunJournal, id_text
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.staleness import PastCommit
@@ -50,10 +54,13 @@ from dspy_flashevolve.gepa.records import (
 from dspy_flashevolve.gepa.reports import Reports, State, score_of
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
+from dspy_flashevolve.programs.checkpoint import CHECKPOINT
 from dspy_flashevolve.programs.records import as_writable
 
 A = ParamSpec("A")
 T = TypeVar("T")
+LESS_THAN = "\ue000"
+"""Stands for "<" in a page of gepa's: a character of Unicode's that means nothing."""
 CHECKPOINT_SECONDS = 5.0
 """With ``log_dir``, the least time between two checkpoints of an asynchronous run; in lockstep every step is one."""
 
@@ -70,6 +77,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         trainset, valset: gepa's loaders; equal where there is one set of examples.
         logger: gepa's logger protocol.
         best: a gepa callback that hears of candidates before all others.
+        checkpoint: gepa's state, as an earlier run on the directory has left it; None where there was none.
     """
 
     def __init__(
@@ -83,11 +91,12 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         valset: DataLoader[Any, Any],
         logger: Any,
         best: Any,
+        checkpoint: State | None = None,
     ) -> None:
         told: list[Any] = [best, *(parts.callbacks or [])]
         super().__init__(
             adapter=adapter,
-            run_dir=settings.log_dir,
+            run_dir=None,  # what gepa writes everybody may read: see `save` and `write_best_outputs`
             valset=valset,
             seed_candidate=seed_candidate,
             perfect_score=settings.perfect_score,  # pyright: ignore[reportArgumentType]  # None is no bound
@@ -106,10 +115,11 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             selection_strategy=parts.selection_strategy,
             evaluation_cache=parts.cache,
         )
-        self.parts, self.best = parts, best
+        self.parts, self.best, self._checkpoint = parts, best, checkpoint
+        self._directory = None if settings.log_dir is None else Path(settings.log_dir)
         self.skips_perfect = settings.skip_perfect_score
         """A parent's minibatch with perfect scores alone is not reflected on."""
-        self._draws_tree = self.run_dir is not None or settings.use_wandb or settings.use_mlflow
+        self._draws_tree = self._directory is not None or settings.use_wandb or settings.use_mlflow
         self.trainset = trainset
         self.loader: DataLoader[Any, Any] = valset
         self.shares_randomness = run.lockstep
@@ -118,6 +128,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """gepa's evaluation cache does not tell training from validation examples, so minibatch scores go into it only
         where both are the same data, and where gepa is to be equalled."""
         self.seed_confirmed = False
+        self.grown: dict[int, list[str]] = {}
+        """Candidate -> its components that join what several children added: of equals, one without is returned."""
         self.speculative = SpeculativeCandidates()
         self.state: State = self._provisional_state()
         self._checkpoint_seconds = 0.0 if run.lockstep else CHECKPOINT_SECONDS
@@ -143,16 +155,14 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     # The methods below run in the writer's thread.
 
     def start(self) -> bool:
-        """Begin the run; True when a checkpoint in the run directory was loaded, so that the seed is confirmed."""
-        if self.run_dir is not None:
-            os.makedirs(self.run_dir, exist_ok=True)
+        """Begin the run; True when it goes on from a checkpoint, so that the seed is confirmed."""
         config = {
             "perfect_score": self.perfect_score,
             "seed": self.seed,
             "track_best_outputs": self.track_best_outputs,
         }
         self.reports.run_begins(self.seed_candidate, config)
-        if self.run_dir is None or not os.path.exists(os.path.join(self.run_dir, "gepa_state.bin")):
+        if self._checkpoint is None:
             return False
         self.confirm_seed(ValsetEvaluation[Any, Any]({}, {}, None))
         return True
@@ -163,15 +173,18 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         The state stays the same object, since callbacks may hold it; what steps have already done to it stays.
         """
         early = self.state
-        real: State = initialize_gepa_state(
-            run_dir=self.run_dir,
-            logger=self.logger,
-            seed_candidate=self.seed_candidate,
-            seed_valset_evaluation=self._writable(evaluation),
-            track_best_outputs=self.track_best_outputs,
-            frontier_type=self.frontier_type,
-            evaluation_cache=self._initial_evaluation_cache,
-        )
+        if (real := self._checkpoint) is None:
+            real = initialize_gepa_state(
+                run_dir=None,
+                logger=self.logger,
+                seed_candidate=self.seed_candidate,
+                seed_valset_evaluation=evaluation,
+                track_best_outputs=self.track_best_outputs,
+                frontier_type=self.frontier_type,
+                evaluation_cache=self._initial_evaluation_cache,
+            )
+        elif self._initial_evaluation_cache is None or real.evaluation_cache is None:
+            real.evaluation_cache = self._initial_evaluation_cache
         if early.full_program_trace:
             real.i = early.i
             real.full_program_trace = early.full_program_trace
@@ -183,55 +196,64 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self.seed_confirmed = True
         self.reports.seed_validated(self._config())
         early.add_budget_hook(self._on_calls)
+        for example, output in evaluation.outputs_by_val_id.items():
+            self._write_output(example, 0, 0, output)
 
     def save(self, *, force: bool = False) -> bool:
         """Write gepa's checkpoint, unless the last one is fresh enough; whether it was written."""
         if not self.seed_confirmed or (not force and time.monotonic() - self._saved_at < self._checkpoint_seconds):
             return False
         self._sync_adapter_state_to_state(self.state)
-        counted = self.state.total_num_evals
-        # What live steps have spent is spent, even if the run is killed before they end.
-        self.state.total_num_evals = max(counted, self._budget.spent)
-        try:
-            self._write_checkpoint()
-        finally:
-            self.state.total_num_evals = counted
-            if self.run_dir is not None:
-                make_private(self.run_dir)
+        if self._directory is not None:
+            self._write_checkpoint(self._directory)
         self._saved_at = time.monotonic()
         return True
 
-    def _write_checkpoint(self) -> None:
-        """Write gepa's checkpoint; outputs that cannot be pickled are written as the journal has them.
+    def _write_checkpoint(self, directory: Path) -> None:
+        """Write what ``GEPAState.save`` writes.
 
-        That of a predictor whose signature was made from a string is one.
+        Outputs that cannot be pickled are written as the journal has them: those of a predictor whose signature was
+        made from a string, say.
         """
-        state = self.state
-        best, cache = state.best_outputs_valset, state.evaluation_cache
+        state, write = self.state, cloudpickle.dumps if self.use_cloudpickle else pickle.dumps
+        left_out = state._EXCLUDED_FROM_SERIALIZATION  # pyright: ignore[reportPrivateUsage]
+        held = {name: value for name, value in vars(state).items() if name not in left_out}
+        # What live steps have spent is spent, even if the run is killed before they end.
+        held["total_num_evals"] = max(state.total_num_evals, self._budget.spent)
         try:
-            state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
-        except OSError:
-            raise
+            content = write(held)
         except Exception:
-            if best is not None:
-                state.best_outputs_valset = {
-                    i: [(index, as_writable(output, pickle.dumps)) for index, output in outputs]
-                    for i, outputs in best.items()
+            kept = partial(as_writable, write=pickle.dumps)
+            if (best := state.best_outputs_valset) is not None:
+                held["best_outputs_valset"] = {
+                    example: [(index, kept(output)) for index, output in outputs] for example, outputs in best.items()
                 }
-            if cache is not None:
+            if (cache := state.evaluation_cache) is not None:
                 known = cache._cache  # pyright: ignore[reportPrivateUsage]
-                entries = {
-                    key: replace(entry, output=as_writable(entry.output, pickle.dumps)) for key, entry in known.items()
-                }
-                state.evaluation_cache = EvaluationCache(entries)
-            state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
-        finally:
-            state.best_outputs_valset, state.evaluation_cache = best, cache
+                entries = {key: replace(entry, output=kept(entry.output)) for key, entry in known.items()}
+                held["evaluation_cache"] = EvaluationCache(entries)
+            content = write(held)
+        write_private(directory / CHECKPOINT, content)
+        if state.full_program_trace:
+            write_private(directory / "run_log.json", _json(state.full_program_trace))
+        write_private(directory / "candidates.json", _json(state.program_candidates))
+
+    def write_best_outputs(self) -> None:
+        """Write the outputs of the newest candidate that are better than all before, as gepa does."""
+        newest = len(self.state.program_candidates) - 1
+        for example, outputs in (self.state.best_outputs_valset or {}).items():
+            if outputs[0][0] == newest:
+                self._write_output(example, self.state.i + 1, newest, outputs[0][1])
+
+    def _write_output(self, example: Any, iteration: int, candidate: int, output: Any) -> None:
+        if self._directory is not None:
+            folder = self._directory / "generated_best_outputs_valset" / f"task_{quote(str(example), safe='')}"
+            write_private(folder / f"iter_{iteration}_prog_{candidate}.json", _json(as_writable(output, _json)))
 
     def begin_step(self, step: Step) -> dict[str, Any]:
         """Advance the iteration; returns the step's entry of the run log. One that goes on may have one already."""
         if self.save():
-            self.reports.checkpoint_saved(self.run_dir)
+            self.reports.checkpoint_saved(None if self._directory is None else str(self._directory))
         self.state.i = max(self.state.i, step.number)
         trace = self.log_entry(step)
         self.reports.step_begins(step)
@@ -306,12 +328,31 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self.reports.reflection_skipped(step, task, reason, evaluation.scores)
         return reason
 
-    def choose_components(self, step: Step, task: Task, evaluation: Batch) -> list[str]:
-        """Ask the component selector which texts to rewrite."""
-        with self.acting_for(step):
-            return self.parts.component_selector(
-                self.state, evaluation.trajectories, evaluation.scores, task.parent_idx, task.parent_candidate
-            )
+    def choose_components(
+        self, step: Step, task: Task, evaluation: Batch, readable: Collection[str] | None = None
+    ) -> tuple[list[str], list[str]]:
+        """Ask the component selector which texts to rewrite.
+
+        Args:
+            readable: those of which a reflection can read something; the selector is asked for the next ones where it
+                names none of them. None for all.
+
+        Returns:
+            The components, and those that it named and a reflection can read nothing of.
+        """
+        chosen, unread = list[str](), dict[str, None]()
+        for _ in task.parent_candidate:
+            with self.acting_for(step):
+                chosen = self.parts.component_selector(
+                    self.state, evaluation.trajectories, evaluation.scores, task.parent_idx, task.parent_candidate
+                )
+            if not readable:
+                return chosen, []
+            own = [name for name in chosen if name in readable or name not in task.parent_candidate]
+            unread |= dict.fromkeys(name for name in chosen if name not in own)
+            if own:
+                return own, list(unread)
+        return [name for name in task.parent_candidate if name in (readable or ())][:1], list(unread)
 
     def judge_children(self, step: Step, screened: Sequence[tuple[Child, Batch]]) -> list[tuple[Child, Proposal]]:
         """Let gepa choose among children with their screens; those that go on, with gepa's proposals for them."""
@@ -428,7 +469,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """
         known = self.complete_validation(plan, rollouts)
         mine = known.scores_by_val_id
-        best = self.state.prog_candidate_val_subscores[self.val_evaluation_policy.get_best_program(self.state)]
+        best = self.state.prog_candidate_val_subscores[self.best_index]
         common = [i for i in mine if i in best]
         if not common or sum(mine[i] for i in common) / len(common) <= sum(best[i] for i in common) / len(common):
             return None
@@ -443,6 +484,14 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         for key in keys:
             if key is not None and key in self.speculative:  # else it went with one under it
                 self.speculative.remove(key)
+
+    def mark_grown(self, names: Sequence[list[str]]) -> None:
+        """Take note which components of the candidates that are committed next have grown."""
+        first = len(self.state.program_candidates)
+        self.grown = {index: grown for index, grown in self.grown.items() if index < first}  # a kill may leave more
+        self.grown |= {index: grown for index, grown in enumerate(names, start=first) if grown}
+        if self.journal is not None:
+            self.journal.journal.set_state("grown", self.grown)
 
     def commit(self, step: Step, work: Sequence[Validated]) -> list[Commit]:
         """Add validated proposals, in order; one that fell behind its prefix leaves what was made from it stale."""
@@ -496,9 +545,10 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
                 new_program=proposal.candidate,
                 state=self.state,
                 parent_program_idx=proposal.parent_program_ids,
-                valset_evaluation=self._writable(evaluation),
+                valset_evaluation=evaluation,
                 num_actual_evals=min(calls, self._uncounted()),
             )
+            self.write_best_outputs()
         score = self.val_evaluation_policy.get_valset_score
         return Commit(
             index,
@@ -545,19 +595,31 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def is_perfect(self, highest: float) -> bool:
         """Whether the best candidate has ``highest``, the best score that there can be, on every validation example.
 
-        No later one can take its place then: of equals the first is returned.
+        No later one can be better then.
         """
         if not self.seed_confirmed:
             return False
-        scores = self.state.prog_candidate_val_subscores[self.val_evaluation_policy.get_best_program(self.state)]
+        scores = self.state.prog_candidate_val_subscores[self.best_index]
         return all(scores.get(i, -math.inf) >= highest for i in self.loader.all_ids())
+
+    @property
+    def best_index(self) -> int:
+        """Index of the best candidate; the seed's before it is confirmed."""
+        return self.preferred(self.val_evaluation_policy.get_best_program(self.state)) if self.seed_confirmed else 0
+
+    def preferred(self, best: int) -> int:
+        """Choose between candidates that score as ``best`` does: the first that has not grown, else ``best``."""
+        if best not in self.grown:
+            return best
+        score = self.state.get_program_average_val_subset
+        indices = range(len(self.state.program_candidates))
+        return next((index for index in indices if index not in self.grown and score(index) == score(best)), best)
 
     def best_score(self) -> float | None:
         """The best aggregate validation score; None before the seed is confirmed."""
         if not self.seed_confirmed:
             return None
-        policy = self.val_evaluation_policy
-        return policy.get_valset_score(policy.get_best_program(self.state), self.state)
+        return self.val_evaluation_policy.get_valset_score(self.best_index, self.state)
 
     def finish(self) -> None:
         """Write the checkpoint and report that the run came to its end."""
@@ -565,9 +627,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self.count_calls()  # the late part of a minibatch may end after its step
         if self.seed_confirmed:
             self.save(force=True)
-            policy, state = self.val_evaluation_policy, self.state
-            best = policy.get_best_program(state)
-            self.reports.run_ended(best, policy.get_valset_score(best, state))
+            best = self.best_index
+            self.reports.run_ended(best, self.val_evaluation_policy.get_valset_score(best, self.state))
 
     def fail(self, error: BaseException) -> None:
         """Write the checkpoint and report that ``error`` ended the run, and with it the steps on their way."""
@@ -597,14 +658,6 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         finally:
             state.i, state.full_program_trace = newest, log
 
-    def _writable(self, evaluation: ValsetEvaluation[Any, Any]) -> ValsetEvaluation[Any, Any]:
-        """Make outputs writable: gepa writes them into the run directory as JSON, and ends the run where that fails."""
-        if self.run_dir is None:
-            return evaluation
-        write = partial(json.dumps, default=json_default)
-        outputs = {i: as_writable(output, write) for i, output in evaluation.outputs_by_val_id.items()}
-        return replace(evaluation, outputs_by_val_id=outputs)
-
     def _config(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
@@ -618,13 +671,29 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             "seed_candidate_components": sorted(self.seed_candidate),
             "val_evaluation_policy": type(self.val_evaluation_policy).__name__,
             "has_merge_proposer": self.merge_proposer is not None,
-            "run_dir": self.run_dir,
+            "run_dir": None if self._directory is None else str(self._directory),
         }
 
     def _log_candidate_tree(self, state: State) -> None:
-        """Draw gepa's tree of candidates, which takes long at every commit, only where somebody gets to see it."""
-        if self._draws_tree:
-            super()._log_candidate_tree(state)
+        """Draw gepa's tree of candidates, which takes long at every commit, only where somebody gets to see it.
+
+        gepa writes texts into a script as they are, where `</script>` would end it. Here no text has a "<" until the
+        script runs: there it reads a character of ours as the escape of one.
+        """
+        if not self._draws_tree:
+            return
+        page = candidate_tree_html_from_data(
+            [
+                {escape(name): text.replace("<", LESS_THAN) for name, text in texts.items()}
+                for texts in state.program_candidates
+            ],
+            state.parent_program_for_candidate,
+            state.program_full_scores_val_set,
+            state.program_at_pareto_front_valset,
+        ).replace(json.dumps(LESS_THAN)[1:-1], "\\u003c")
+        self.experiment_tracker.log_html(page, key="candidate_tree")
+        if self._directory is not None:
+            write_private(self._directory / "candidate_tree.html", page)
 
     def _provisional_state(self) -> State:
         """Make a state in which the seed has no scores yet: steps may start, nothing can be compared."""
@@ -635,6 +704,10 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def _on_calls(self, total: int, delta: int) -> None:
         self.reports.calls_counted(total, delta, self._get_remaining_budget(self.state))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, default=json_default)
 
 
 def _generations(parents: list[list[int | None]]) -> list[int]:

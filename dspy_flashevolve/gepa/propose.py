@@ -18,12 +18,13 @@ from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.rollouts import RequestCost
 from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
+from dspy_flashevolve.gepa.changes import Edit, EditedText
 from dspy_flashevolve.gepa.options import gepa_logger
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Child, Parent
 from dspy_flashevolve.observe.statistics import PERFECT_MINIBATCH
 from dspy_flashevolve.programs.program import ProgramRunner
-from dspy_flashevolve.programs.reflection import Reflection
+from dspy_flashevolve.programs.reflection import NothingToReadError, OversizedReflectionError, Reflection
 from dspy_flashevolve.programs.run import DspyRun
 
 NOTHING = {
@@ -103,6 +104,8 @@ class Proposing:
         self._run, self._pool, self._program, self._calls = run, pool, program, calls
         self.proposals = 0
         """Children that the reflection LM wrote."""
+        self._unread = set[str]()
+        """Components that some minibatch did not call."""
 
     async def propose(self, step: Step, parents: Sequence[Parent]) -> list[Child]:
         """Have a child written for each parent that leaves something to improve.
@@ -136,22 +139,47 @@ class Proposing:
         reason = await pool.write(pool.nothing_to_improve, step, task, evaluation)
         if reason is not None:  # without a trajectory nothing was paid, and such steps must not go on for ever
             return End(EndKind.REJECTED if evaluation.trajectories else EndKind.FAILED, NOTHING.get(reason, reason))
-        components = await pool.write(pool.choose_components, step, task, evaluation)
-        rng = None if self._run.lockstep else step.rng
+        reflection, rng, readable = self._program.reflection, None, None
+        if not self._run.lockstep:
+            rng = step.rng
+            try:
+                readable = await reflection.readable(task.parent_candidate, evaluation)
+            except NothingToReadError as error:
+                return self._unprepared(step, error)
+        components, unread = await pool.write(pool.choose_components, step, task, evaluation, readable)
+        self._tell_unread(step, unread, components)
         try:
             # Feedback comes from the metric, which may ask an LM: it takes a slot.
             ask = partial(self._run.rollouts.request, "propose", step)
-            dataset = await self._program.reflection.dataset(task.parent_candidate, evaluation, components, rng, ask)
+            dataset = await reflection.dataset(task.parent_candidate, evaluation, components, rng, ask)
         except FlashEvolveError:
             raise
         except Exception as error:
-            if error is self._program.mistakes.error:
-                raise
-            _log(f"Iteration {step.number + 1}: Exception building reflective dataset: {error}", error)
-            return End(EndKind.FAILED, f"no reflective dataset: {shortened(error)}")
+            return self._unprepared(step, error)
         components = [name for name in components if name in dataset] or components
         await pool.write(pool.reports.reflection_begins, step, task, components, dataset)
         return _Prepared(parent, components, dataset)
+
+    def _unprepared(self, step: Step, error: Exception) -> End:
+        """Say that a reflection has nothing to read; where every first one has the same error, the run ends with it.
+
+        Raises:
+            Exception: that error.
+        """
+        if error is self._program.mistakes.error:
+            raise error
+        _log(f"Iteration {step.number + 1}: Exception building reflective dataset: {shortened(error)}", error)
+        return End(EndKind.FAILED, f"no reflective dataset: {shortened(error)}")
+
+    def _tell_unread(self, step: Step, unread: Sequence[str], components: Sequence[str]) -> None:
+        """Say once of a component that no rollout called it, so that another one is reflected on."""
+        new = [name for name in unread if name not in self._unread]
+        self._unread.update(new)
+        if new and components:
+            gepa_logger.info(
+                f"Iteration {step.number + 1}: No rollout of the minibatch called {', '.join(new)}: "
+                f"{', '.join(components)} is reflected on. It is said once of each predictor."
+            )
 
     async def _reflect(self, step: Step, task: _Prepared | End) -> Child | End:
         """Ask the reflection LM for a child; or say why there is none."""
@@ -164,7 +192,9 @@ class Proposing:
                 reflection = await self._run.rollouts.request(
                     "propose",
                     step,
-                    lambda: self._program.reflection.propose(parent_texts, task.dataset, task.components),
+                    lambda: self._program.reflection.propose(
+                        parent_texts, task.dataset, task.components, shrinks=not self._run.lockstep
+                    ),
                     lambda reflection: RequestCost(reflection.tokens, reflection.cost_dollars),
                     record,
                 )
@@ -175,12 +205,17 @@ class Proposing:
                     raise
                 _log(f"Reflection failed (attempt {attempt + 1} of {ATTEMPTS}): {shortened(error)}", error)
                 reason = f"reflection failed: {shortened(error)}"
+                if isinstance(error, OversizedReflectionError):
+                    break  # the same request would be refused again
                 continue
             if not reflection.texts:
                 return End(EndKind.REJECTED, "reflection returned no text")
             for name in reflection.texts:
                 assert name in parent_texts, f"{name} missing in candidate"
-            return Child(task.parent, reflection.texts, record.feedback)
+            texts = {name: str(text) for name, text in reflection.texts.items()}
+            edits = {name: text.edits for name, text in reflection.texts.items() if isinstance(text, EditedText)}
+            edits = {name: own for name, own in edits.items() if own}
+            return Child(task.parent, texts, record.feedback, edits=edits)
         return End(EndKind.FAILED, reason)
 
 
@@ -204,12 +239,22 @@ class _ProposalRecord:
         self.feedback = tuple(dict.fromkeys(str(record["Feedback"]) for record in rows if record.get("Feedback")))
 
     def write(self, answer: Reflection) -> str | None:
-        return json.dumps({"texts": answer.texts, "feedback": self.feedback}) if answer.texts else None
+        if not answer.texts:
+            return None
+        edits = {
+            name: [edit.model_dump() for edit in text.edits]
+            for name, text in answer.texts.items()
+            if isinstance(text, EditedText)
+        }
+        return json.dumps({"texts": answer.texts, "feedback": self.feedback, "edits": edits})
 
     def read(self, text: str) -> Reflection:
         kept = json.loads(text)
         self.feedback = tuple(kept["feedback"])
-        return Reflection(kept["texts"], 0)
+        texts: dict[str, str] = kept["texts"]
+        for name, edits in kept["edits"].items():
+            texts[name] = EditedText(texts[name], [Edit(**edit) for edit in edits])
+        return Reflection(texts, 0)
 
 
 def shortened(error: Exception) -> str:
@@ -224,5 +269,6 @@ def shortened(error: Exception) -> str:
 
 def _log(message: str, error: Exception) -> None:
     gepa_logger.info(message)
-    if not isinstance(error, AdapterParseError):  # a reply that cannot be read is no fault of any line of code
+    # A reply that cannot be read, or a minibatch that cannot, is no fault of a line of code.
+    if not isinstance(error, AdapterParseError | NothingToReadError | OversizedReflectionError):
         gepa_logger.info(traceback.format_exc())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gepa.core.adapter import EvaluationBatch
@@ -13,6 +13,7 @@ from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.replay import Rollout
 from dspy_flashevolve.engine.steps import Step
+from dspy_flashevolve.gepa.changes import Edit
 
 Candidate = dict[str, str]
 Batch = EvaluationBatch[Any, Any]
@@ -73,12 +74,20 @@ class Child:
         texts: the components that were written anew.
         feedback: what the metric said of the parent's rollouts.
         patched: what it stands on since it was patched; None where it stands on its parent.
+        edits: component -> edits of the parent's text that made the new one; without those that were written as a
+            whole.
     """
 
     parent: Parent
     texts: Candidate
     feedback: tuple[str, ...] = ()
     patched: Base | None = None
+    edits: Mapping[str, tuple[Edit, ...]] = field(default_factory=dict[str, tuple[Edit, ...]])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a text of it was written as a whole: it stands for itself then, as in GEPA."""
+        return any(text != self.source[name] and name not in self.edits for name, text in self.texts.items())
 
     @property
     def source(self) -> Candidate:

@@ -10,7 +10,6 @@ Source: FlashEvolve (arXiv 2605.08520) section 3.2, the reflective policy.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Integrated
 from dspy_flashevolve.engine.staleness import Discard, PastCommit, StaleChild, Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
@@ -33,7 +33,7 @@ from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.reflection import checked_texts
 from dspy_flashevolve.programs.run import DspyRun
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 KNOWN = "the patched text is a candidate of the pool"
 MOST_MISSES = 8
@@ -110,7 +110,7 @@ class Repairs:
     def _meanwhile(self, version: int) -> tuple[Base, int, list[PastCommit]]:
         """Read the pool's best candidate, its version, and what was committed after ``version``. In its writer."""
         pool = self._pool
-        best = pool.val_evaluation_policy.get_best_program(pool.state) if pool.seed_confirmed else 0
+        best = pool.best_index
         return Base(best, pool.state.program_candidates[best]), pool.version, pool.commits_since(version)
 
     async def _repaired(

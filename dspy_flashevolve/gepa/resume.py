@@ -7,58 +7,72 @@ What touches the pool runs in its writer.
 from __future__ import annotations
 
 import json
-import logging
-import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from gepa.core.data_loader import DataLoader
 from gepa.core.state import GEPAState, ValsetEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
+from dspy_flashevolve.engine.journal import reporting_damage
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.engine.staleness import POLICIES
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Pool, write_commits
 from dspy_flashevolve.gepa.records import Crossover, Selected
-from dspy_flashevolve.gepa.settings import Edits
-from dspy_flashevolve.programs.checkpoint import DataUnpickler
+from dspy_flashevolve.gepa.settings import Edits, GepaSettings
+from dspy_flashevolve.programs.checkpoint import CHECKPOINT, read_state
 from dspy_flashevolve.programs.fingerprints import plain_settings
 from dspy_flashevolve.programs.records import output_in
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
+
+A = ParamSpec("A")
+T = TypeVar("T")
+
+
+def _reads(read: Callable[Concatenate[RunJournal, A], T]) -> Callable[Concatenate[RunJournal, A], T]:
+    """Let a function tell of damage that it finds in the journal, as that."""
+
+    @wraps(read)
+    def reading(journal: RunJournal, *args: A.args, **kwargs: A.kwargs) -> T:
+        with reporting_damage(journal.journal.path):
+            return read(journal, *args, **kwargs)
+
+    return reading
+
 
 # gepa's checkpoint.
 
 
-def check_checkpoint(directory: str, runs_code: bool) -> None:
-    """Look whether gepa's checkpoint in a directory, where there is one, can be read without running what is in it.
-
-    Args:
-        runs_code: what it holds may run, as it must where cloudpickle wrote classes or functions into it.
+def checkpoint_in(directory: str, settings: GepaSettings) -> GEPAState[Any, Any] | None:
+    """Read gepa's checkpoint in a directory; None where there is none.
 
     Raises:
-        RunDirectoryError: it cannot.
+        RunDirectoryError: it cannot be read, or was made with another frontier.
     """
-    path = Path(directory) / "gepa_state.bin"
+    path = Path(directory) / CHECKPOINT
     if not path.exists():
-        return
+        return None
     try:
-        if not runs_code:
-            with path.open("rb") as file:
-                DataUnpickler(file).load()
-        GEPAState[Any, Any].load(directory)
-    except Exception as error:
-        why = str(error) if isinstance(error, RunDirectoryError) else f"{type(error).__name__}: {error}; it is damaged"
+        state = read_state(path, settings.use_cloudpickle)
+    except RunDirectoryError as error:
         raise RunDirectoryError(
-            f"{path} cannot be read: {why}. Put a copy of it back, give another log_dir, or move it and journal.sqlite "
-            "away to begin anew."
+            f"{error} Put a copy of it back, give another log_dir, or move it and journal.sqlite away to begin anew."
         ) from error
+    if state.frontier_type != settings.frontier_type:
+        raise RunDirectoryError(
+            f"frontier_type is {settings.frontier_type!r}, and {path} was made with {state.frontier_type!r}. Pass "
+            "that, or give another log_dir."
+        )
+    return state
 
 
 def written_out(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,6 +81,7 @@ def written_out(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, **{name: repr(value) for name, value in own.items() if is_dataclass(value)}}
 
 
+@_reads
 def tell_changes(journal: RunJournal, arguments: Mapping[str, Any]) -> None:
     """Warn where a run goes on with another search or staleness policy than its last session had.
 
@@ -116,6 +131,7 @@ def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
     ]
 
 
+@_reads
 def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected | Crossover:
     """Read what an interrupted step had selected."""
     if isinstance(selection, dict):
@@ -152,21 +168,23 @@ def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
 # Credit assignment.
 
 
-def restore_credit(journal: RunJournal, credit: Credit) -> None:
-    """Put the changes back, and the evidence on them from the rollouts of steps that have ended."""
+@_reads
+def restore_credit(journal: RunJournal, credit: Credit, pool: Pool) -> None:
+    """Put the changes back, the evidence on them from the rollouts of steps that have ended, and what has grown."""
+    for index, names in pool.grown.items():
+        credit.mark_grown(pool.state.program_candidates[index], names)
     kept = journal.journal.get_state("credit")
     if kept is not None:
         rows = journal.journal.rows(
             "SELECT candidate, split, example, score FROM rollouts WHERE step < 0 OR step IN (SELECT step FROM ends)"
         )
-        credit.restore(
-            kept, journal.texts, [(row["candidate"], row["split"], row["example"], row["score"]) for row in rows]
-        )
+        credit.restore(kept, [(row["candidate"], row["split"], row["example"], row["score"]) for row in rows])
 
 
 # The run.
 
 
+@_reads
 def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
     """Put the pool where the journal says that it was, and find the steps that had no end.
 
@@ -176,17 +194,11 @@ def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
     Raises:
         RunDirectoryError: the journal is damaged, or knows of candidates while gepa's checkpoint is gone.
     """
-    try:
-        _close_what_is_done(journal)
-        journal.load_unfinished(seeded)
-    except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RunDirectoryError(
-            f"{journal.journal.path} cannot be read ({error}): it is damaged. Give another log_dir, or move it away "
-            "to go on from the candidates in gepa_state.bin."
-        ) from error
+    _close_what_is_done(journal)
+    journal.load_unfinished(seeded)
     if not seeded and journal.journal.rows("SELECT 1 FROM commits LIMIT 1"):
         raise RunDirectoryError(
-            f"{journal.journal.directory / 'gepa_state.bin'} is missing, but the journal beside it knows of candidates "
+            f"{journal.journal.directory / CHECKPOINT} is missing, but the journal beside it knows of candidates "
             "that were in it. Put it back, or give another log_dir."
         )
     kept = journal.journal.get_state("strategies")
@@ -194,6 +206,9 @@ def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
         restore_strategies(kept, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
     if seeded:
         _reconcile(journal, pool)
+        grown, committed = journal.journal.get_state("grown") or {}, len(pool.state.program_candidates)
+        pool.grown.update({int(index): names for index, names in grown.items() if int(index) < committed})
+        pool.best.look()
 
 
 def _close_what_is_done(journal: RunJournal) -> None:
@@ -264,7 +279,7 @@ def _commit_again(journal: RunJournal, pool: Pool, row: Any, ids: Mapping[str, A
         list(parents),
         dict(journal.texts[row["candidate"]]),
         ValsetEvaluation[Any, Any](outputs, scores, objectives),
-        pool.run_dir,
+        None,
         pool.state.total_num_evals,
     )
-    pool.best.on_valset_evaluated({"candidate_idx": len(pool.state.program_candidates) - 1})
+    pool.write_best_outputs()

@@ -207,6 +207,8 @@ def plan_crossover(pool: Pool, step: Step, merge: MergeProposer[Any]) -> Crossov
             candidate = None if proposal is None else proposal.candidate
         except Chosen as chosen:
             [candidate] = chosen.candidates
+        except ValueError:  # gepa draws ancestors by their scores, and fails where these are all 0
+            candidate = None
     if candidate is None:
         return None
     first, second, ancestor = trace["merged_entities"]

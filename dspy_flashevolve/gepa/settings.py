@@ -25,13 +25,13 @@ ones in three of four simulated models."""
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Search by edits: take children apart into edits, test these in many prompts at once, and keep those that help.
+    """Search by edits: test the edits of children in many prompts at once, and keep those that help.
 
-    What a child adds to its parent joins the head, the prompt of all edits that are expected to help, without an LM
-    call. Steps start from variants of the head, each with some of the edits left out, and one linear model over all
-    rollouts tells what each edit is worth. What harms leaves the head; the head is validated where it is expected to be
-    better. The alternative, ``search="pareto"``, is GEPA's own: every child stands for itself, and every step starts
-    from the Pareto frontier.
+    They join the head, the prompt of all edits that are expected to help, without an LM call. A child that was written
+    as a whole text stands for itself. Steps start from variants of the head, each with some of the edits left out, and
+    one linear model over all rollouts tells what each edit is worth. What harms leaves the head; the head is validated
+    where it is expected to be better. The alternative, ``search="pareto"``, is GEPA's own: every child stands for
+    itself, and every step starts from the Pareto frontier.
 
     Args:
         frontier_share: share of the steps that start from the Pareto frontier all the same, 0 to 1.
@@ -52,6 +52,11 @@ STAGES = ("rollout", "propose", "integrate", "screen", "prefix", "validate")
 """Where a step's requests wait for their slots."""
 
 
+def asks_for_edits(proposer: Any) -> bool:
+    """Say whether the reflection LM can be asked for edits: whether a proposer is dspy's, with any settings."""
+    return proposer is None or type(proposer) is InstructionProposer
+
+
 def edits_of(search: Any) -> Edits | None:
     """Return the settings of the search by edits; None for GEPA's own search.
 
@@ -62,7 +67,7 @@ def edits_of(search: Any) -> Edits | None:
         return search
     if isinstance(search, str) and search in ("edits", "pareto"):
         return Edits() if search == "edits" else None
-    raise ConfigurationError(f"search is {search!r}, expected 'edits', 'pareto', or an Edits(...).")
+    raise ConfigurationError(f"search is {search!r}, expected 'edits', 'pareto', an Edits(...), or None.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +198,7 @@ class GepaSettings(RunSettings):
     use_mlflow: bool = False
     gepa_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     staleness: Literal["full", "guarded", "reflective"] | StalenessPolicy = "full"
-    search: Literal["edits", "pareto"] | Edits = "edits"
+    search: Literal["edits", "pareto"] | Edits | None = "edits"
     stale_candidate_reflection: Module | None = None
     max_reflection_calls: int | None = None
     max_cost: float | None = None
@@ -224,10 +229,9 @@ class GepaSettings(RunSettings):
         Args:
             train, val: numbers of examples.
         """
-        given = {"batch_sampler", "sampling_strategy"} & set(self.gepa_kwargs)
-        proposer = self.custom_instruction_proposer
-        own = proposer is not None and type(proposer) is not InstructionProposer
-        if self.reflection_minibatch_size is not None or self.edits is None or given or own:
+        samples = {"batch_sampler", "sampling_strategy"} & set(self.gepa_kwargs)
+        is_own = not asks_for_edits(self.custom_instruction_proposer)
+        if self.reflection_minibatch_size is not None or self.edits is None or samples or is_own:
             return self
         size = min(MOST_READ, train // 2)
         if self.max_metric_calls is not None:

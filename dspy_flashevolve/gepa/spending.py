@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from dspy_flashevolve.engine.steps import LiveSteps, Load, Reservation
 from dspy_flashevolve.gepa.evaluate import COMPARED, released_at
-from dspy_flashevolve.gepa.heads import Heads
+from dspy_flashevolve.gepa.heads import Heads, Phase
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.gepa.settings import Workflow
@@ -41,7 +41,6 @@ class Spending:
         calls: reflections so far, and whether the run's limits allow more.
         set_aside: pays the last head's validation; nothing else may spend it.
         minibatch: training examples of a task.
-        ends_with_perfect: a candidate that cannot be beaten ends the run.
     """
 
     def __init__(
@@ -52,13 +51,9 @@ class Spending:
         calls: ReflectionCalls,
         set_aside: Reservation,
         minibatch: int,
-        ends_with_perfect: bool,
     ) -> None:
         self._run, self._pool, self._heads, self._calls = run, pool, heads, calls
         self._set_aside, self._minibatch = set_aside, minibatch
-        self._ends_with_perfect = ends_with_perfect
-        self.is_perfect = False
-        """There is a candidate with the perfect score on every validation example."""
         run.used_shares.append(lambda: calls.used_share)
 
     # Questions.
@@ -67,9 +62,9 @@ class Spending:
     def calls_per_task(self) -> int:
         """Metric calls that are set aside for one task: the most that it can cost.
 
-        Where changes are tested, validations are paid apart.
+        Where what steps find comes together, validations are paid apart.
         """
-        return 2 * self._minibatch if self._heads.has_changes else self.calls_alone
+        return self.calls_alone if self._heads.joins is False else 2 * self._minibatch
 
     @property
     def calls_alone(self) -> int:
@@ -78,8 +73,9 @@ class Spending:
 
     def may_open(self) -> str | None:
         """Why no further step may start; None while one may, or the last head is to be validated."""
-        if self.is_perfect:
-            return f"{PERFECT}: nothing can be better"
+        if self._heads.phase is Phase.PERFECT:
+            is_due = self._heads.pending is not None and not self._heads.obstacle
+            return None if self._run.is_busy or is_due else f"{PERFECT}: nothing can be better"
         reason = self._spent_up()
         waits = self._heads.has_changes and (self._run.live or self._heads.awaits_last)
         return None if reason is None or waits else reason
@@ -124,13 +120,22 @@ class Spending:
 
     def reserve(self) -> Reservation | None:
         """Set a step's calls aside, and beside them a validation for the last head where changes come together."""
-        if self._spent_up() is None:
-            pays = self._reserve_search()
+        if self._heads.phase is not Phase.PERFECT:
+            pays = self._reserve_search() if self._spent_up() is None else None
             if pays is not None:
                 self._heads.resume_search()
             if pays is not None or self._run.live:
                 return pays
-        return self._run.budget.reserve(0) if self._heads.begin_last() else None
+            if self._heads.begin_last():
+                return self._run.budget.reserve(0)
+        return self._reserve_rewriting() if self._heads.only_rewrites else None
+
+    def _reserve_rewriting(self) -> Reservation | None:
+        """Set the validation of the best text, written anew, aside, where that is due; other steps have ended then."""
+        if self._run.is_busy or self._heads.pending is None:
+            return None
+        self._set_aside.refund()
+        return None if self._heads.obstacle else self._run.budget.reserve(len(self._pool.loader))
 
     def _reserve_search(self) -> Reservation | None:
         """Set aside what a step that searches costs at most."""
@@ -144,8 +149,11 @@ class Spending:
         return pays
 
     async def release(self) -> None:
-        """Hand back what is kept for the last head where children stand for themselves, and no head is to come."""
-        if self._heads.joins is False and self._set_aside.open:
+        """Hand back what is kept for the last head where children stand for themselves, and no head is to come; and
+        where no text can be better, since nothing else is paid then."""
+        if self._heads.phase is Phase.PERFECT:
+            self._set_aside.refund()
+        elif self._heads.joins is False and self._set_aside.open:
             await self._heads.refresh()
             if self._heads.pending is None:
                 self._set_aside.refund()
@@ -153,14 +161,6 @@ class Spending:
     def widen(self, minibatch: int) -> None:
         """Expect tasks of so many training examples: a sampler of the user's may draw more than it was asked for."""
         self._minibatch = max(self._minibatch, minibatch)
-
-    def record_best(self, highest: float) -> None:
-        """Find out whether the best candidate can still be beaten. Runs in the pool's writer.
-
-        Args:
-            highest: the best score that an example can have.
-        """
-        self.is_perfect = self._ends_with_perfect and self._pool.is_perfect(highest)
 
 
 class SearchWidth:
@@ -170,7 +170,8 @@ class SearchWidth:
     and each does one step's work. Where each child stands for itself, steps that ran at once have made siblings of
     which one is used, and each that passes its screen costs a validation: three in sixteen of the slots are at work
     then (a working step keeps one to three slots busy, a validation as many as it has examples), and a limited budget
-    is spread over more generations. While that is not known, a run with a budget has one step more than have ended.
+    is spread over more generations. Until a child shows which it is, a run with a budget has one step more than have
+    ended; where edits are expected, as many as it could validate each by itself.
 
     Args:
         workflow: says how many steps, where the user does.
@@ -179,6 +180,7 @@ class SearchWidth:
         joins: whether children come together; None where that is not known yet.
         calls_alone: what a step costs at least where they do not, though those before, whose children came together,
             cost less.
+        expects_edits: the reflection LM is asked for edits.
     """
 
     def __init__(
@@ -188,13 +190,14 @@ class SearchWidth:
         burst: int,
         joins: Callable[[], bool | None],
         calls_alone: Callable[[], int],
+        expects_edits: bool,
     ) -> None:
         live, working = max(2, math.ceil(3 * slots / 4)), max(2, math.ceil(3 * slots / 16))
         given = None if workflow.live_steps is None else LiveSteps(workflow.live_steps, strict=True)
         fitting = max(2, math.ceil(live * min(1.0, NARROW / burst)))
         self._joined = given or LiveSteps(live, fitting, GENERATIONS_OF_CHANGES, burst, slots)
         self._alone = given or LiveSteps(live, working, GENERATIONS, burst, slots)
-        self._joins, self._calls_alone = joins, calls_alone
+        self._joins, self._calls_alone, self._expects_edits = joins, calls_alone, expects_edits
 
     def admits(self, load: Load) -> bool:
         """See :meth:`Admission.admits`."""
@@ -203,8 +206,11 @@ class SearchWidth:
             return self._alone.admits(replace(load, calls_per_step=max(load.calls_per_step, self._calls_alone())))
         if load.calls_left is None:
             return self._joined.admits(load)
+        most = 1 + load.ended
+        if self._expects_edits:
+            most = max(most, (load.calls_left + load.calls_reserved) // self._calls_alone())
         # As wide to the end as at the beginning: the last few steps, one after the other, would take longest.
         load = replace(load, calls_left=load.calls_left + round(load.ended * load.calls_per_step))
         if joins is None and not self._joined.strict:
-            return replace(self._joined, limit=min(self._joined.limit, 1 + load.ended)).admits(load)
+            return replace(self._joined, limit=min(self._joined.limit, most)).admits(load)
         return self._joined.admits(load)

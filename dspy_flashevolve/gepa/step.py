@@ -26,12 +26,12 @@ from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look, Place, StalenessPolicy, Texts
 from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.gepa import resume
-from dspy_flashevolve.gepa.changes import is_too_long, never_edited
-from dspy_flashevolve.gepa.consolidations import CONSOLIDATION, JOINED
+from dspy_flashevolve.gepa.changes import is_too_long
+from dspy_flashevolve.gepa.consolidations import CONSOLIDATION
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.edits import EditProposer
 from dspy_flashevolve.gepa.evaluate import Evaluations
-from dspy_flashevolve.gepa.heads import Given, Heads
+from dspy_flashevolve.gepa.heads import Given, Heads, Phase
 from dspy_flashevolve.gepa.options import gepa_logger, has_foreign
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import Proposing, ReflectionCalls
@@ -85,14 +85,11 @@ class GepaLoop:
         most = self._most_characters = settings.workflow.max_candidate_characters
         each = settings.max_text_characters
         code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
-        proposer = program.adapter.custom_instruction_proposer
-        edits = proposer.is_edited if isinstance(proposer, EditProposer) else None
         search = settings.edits
         self._credit: Credit | None = None
         if search is not None:
             scale = abs(pool.perfect_score or 1.0)
-            is_edited = edits or never_edited
-            self._credit = Credit(pool.seed_candidate, code, scale, most, each, is_edited)
+            self._credit = Credit(pool.seed_candidate, scale, most, each)
         record_score = None if self._credit is None else self._credit.record_score
         self._evaluations = Evaluations(run, program, pool, settings.workflow, record_score)
         calls = self._calls = ReflectionCalls(run, settings.max_reflection_calls, settings.max_cost)
@@ -101,8 +98,7 @@ class GepaLoop:
         share = 1.0 if search is None else search.frontier_share
         self._screening = Screening()
         self._selection = Selection(pool, self._credit, share, self._unanswerable)
-        has_edits = edits is not None
-        self._heads = Heads(run, pool, self._credit, self._selection, calls, settings, initial, has_edits)
+        has_edits = isinstance(program.adapter.custom_instruction_proposer, EditProposer)
         minibatch = min(settings.minibatch_size, len(pool.trainset))
         # A candidate with the perfect score on every validation example ends the run; dspy.GEPA goes on, and asks its
         # LM's cache, since all of its steps start from that candidate. Ours start from variants, which are paid.
@@ -112,15 +108,17 @@ class GepaLoop:
             and pool.frontier_type == "instance"  # a frontier of objectives can still grow
             and not settings.gepa_kwargs.get("stop_callbacks")  # whoever gives stoppers says when a run ends
         )
-        self._spending = Spending(
-            run, pool, self._heads, calls, self._evaluations.set_aside, minibatch, ends_with_perfect
+        self._heads = Heads(
+            run, pool, self._credit, self._selection, calls, settings, initial, has_edits, ends_with_perfect
         )
+        self._spending = Spending(run, pool, self._heads, calls, self._evaluations.set_aside, minibatch)
         self._admission = SearchWidth(
             settings.workflow,
             run.slots,
             min(minibatch, run.slots),
-            lambda: self._heads.joins,
+            lambda: False if self._credit is None else self._credit.outlook.joins,
             lambda: 0 if self._credit is None else self._spending.calls_alone,
+            has_edits,
         )
         self._counts_from = 0
         """Number from which on a step is an iteration to stoppers that count those without improvement."""
@@ -147,6 +145,11 @@ class GepaLoop:
         decisions = self._run.policy_decisions
         return (decisions["discard"] + self._repairs.dropped) / max(1, decisions.total())
 
+    @property
+    def why_grown(self) -> str:
+        """Why the best text has grown and was not written anew; empty where it has not grown."""
+        return self._heads.why_grown
+
     def changes(self) -> list[ChangeRecord]:
         """List what reflections added to the head, and what it is worth."""
         return [] if self._credit is None else self._credit.records()
@@ -164,7 +167,7 @@ class GepaLoop:
             await pool.write(resume.take_up, run.journal, pool, is_seeded)
             run.budget.spent = run.journal.spent
             if self._credit is not None:
-                await pool.write(resume.restore_credit, run.journal, self._credit)
+                await pool.write(resume.restore_credit, run.journal, self._credit, pool)
         if is_seeded:
             run.budget.spent = pool.state.total_num_evals
             self._heads.restored()
@@ -201,8 +204,9 @@ class GepaLoop:
         given = await self._heads.take(step)
         if given is not None:
             self._run.begin(step, self._pool.version, math.inf, selection=[])
-            return await self.validated(step, await self.head(step, given), given.is_timed)
+            return await self.validated(step, await self.head(step, given), given)
         work = await self.select(step)
+        self._end_if_perfect()
         if isinstance(work, Crossover):
             candidates = await self.screen_crossover(step, work)
         else:
@@ -212,26 +216,28 @@ class GepaLoop:
             except StepEnded:
                 pays = self._spending.pays_beyond_validation and step.reservation.cover(len(self._pool.loader))
                 given = await self._heads.due(step, pays)
-                candidates = [] if given is None else await self.head(step, given)
-                if given is None or not candidates:
+                if given is None:
                     await self._heads.cancel_validation(step, is_timed=False)
                     raise
-        return await self.validated(step, candidates, given is not None and given.is_timed)
+                candidates = await self.head(step, given)
+        return await self.validated(step, candidates, given)
 
     async def head(self, step: Step, given: Given) -> list[Screened]:
         """Begin the validation of what a step was given, written anew where that is due."""
         return await self._heads.consolidated(step, await self._pool.write(self._heads.begin, step, given), given)
 
-    async def validated(self, step: Step, candidates: Sequence[Screened], is_timed: bool = False) -> End:
+    async def validated(self, step: Step, candidates: Sequence[Screened], given: Given | None = None) -> End:
         """Take the rest of a step: validate and commit its candidates.
 
         Args:
-            is_timed: they are the last head, whose validation has to end before ``max_seconds``.
+            given: where they come from, unless the step has made them.
         """
+        is_timed = given is not None and given.is_timed
         try:
-            self._end_if_perfect()
+            if given is None or not given.is_last:
+                self._end_if_perfect()
             if not candidates:
-                raise StepEnded(EndKind.REJECTED, "no text came of the alternatives to the last head")
+                raise StepEnded(EndKind.REJECTED, "no new text came of the best one")
             self._run.mark_child_made(step)
             began = self._run.clock()
             done = await self._evaluations.validate(step, candidates, is_last=is_timed)
@@ -270,7 +276,7 @@ class GepaLoop:
         Raises:
             StepEnded: the best candidate has the perfect score on every validation example.
         """
-        if self._spending.is_perfect:
+        if self._heads.phase is Phase.PERFECT:
             raise StepEnded(EndKind.REJECTED, PERFECT)
 
     async def select(self, step: Step) -> Selected | Crossover:
@@ -278,6 +284,7 @@ class GepaLoop:
         run, pool, selection = self._run, self._pool, None
         if step.recorded is None:
             version, value, work = await pool.write(self._selection.select, step)
+            await pool.write(self._heads.keep_credit)  # it knows what a variant is made of, if the run is killed
             if run.journal is not None:
                 selection = resume.selection_of(run.journal, work)
         else:
@@ -400,12 +407,14 @@ class GepaLoop:
         return passed
 
     def _joins_head(self, step: Step, child: Child, proposal: Proposal | None = None) -> bool:
-        """Put a child's changes into the head's, where it can be taken apart. Runs in the pool's writer."""
+        """Put a child's edits into the head; False where it stands for itself. Runs in the pool's writer."""
         assert self._credit is not None
+        if child.is_whole:
+            return False
         ids = [] if proposal is None else proposal.subsample_indices or []
         scores = [] if proposal is None else proposal.subsample_scores_after or []
         is_taken = self._credit.take(
-            step.number, child.source, child.candidate, self._evaluations.train_split,
+            step.number, child.source, child.candidate, child.edits, self._evaluations.train_split,
             {id_text(example): score for example, score in zip(ids, scores, strict=True)},
         )  # fmt: skip
         if is_taken:
@@ -469,14 +478,20 @@ class GepaLoop:
             raise
         commits: list[Commit] = []
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
-            commits = await self._pool.write(self._pool.commit, step, work)
+            commits = await self._pool.write(self._commit, step, work)
             pairs = zip(commits, work, strict=True)
-            clean = [commit.candidate for commit, made in pairs if made.proposal.tag in (CONSOLIDATION, JOINED)]
+            clean = [commit.candidate for commit, made in pairs if made.proposal.tag == CONSOLIDATION]
             await self._pool.write(self._heads.learn, commits, clean)
-            await self._pool.write(self._spending.record_best, self._evaluations.highest)
+            await self._heads.look_for_perfect(self._evaluations.highest)
             for commit in commits:
                 self._run.commit(step, **asdict(commit))
         return End(EndKind.COMMITTED, f"candidate {', '.join(str(commit.candidate) for commit in commits)}")
+
+    def _commit(self, step: Step, work: Sequence[Validated]) -> list[Commit]:
+        """Add candidates to the pool, and note which of their texts have grown. Runs in the pool's writer."""
+        if self._credit is not None:
+            self._pool.mark_grown([self._credit.grown_in(validated.proposal.candidate) for validated in work])
+        return self._pool.commit(step, work)
 
     # The staleness policy.
 
@@ -523,7 +538,7 @@ class GepaLoop:
 
     async def _record_seed(self) -> None:
         """Take in that the seed's scores, or an earlier session's, are in the pool."""
-        await self._pool.write(self._spending.record_best, self._evaluations.highest)
+        await self._heads.look_for_perfect(self._evaluations.highest)
         seed, best = self._pool.score_of(0), self._pool.best_score()
         self._run.bus.emit(SeedValidated(self._run.clock(), seed, seed if best is None else best))
         self._heads.time.record_seed()
@@ -534,7 +549,6 @@ class GepaLoop:
     async def _ended(self, step: Step, end: End) -> None:
         pool = self._pool
         await pool.write(self._selection.ended, step)
-        await pool.write(self._heads.ended, step)
         committed = end.kind is EndKind.COMMITTED
         # Steps overlap: to who counts them, those are iterations that came one after the other, or were committed.
         counts = committed or (step.number >= self._counts_from and (self._credit is None or self._heads.may_validate))

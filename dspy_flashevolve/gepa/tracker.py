@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
@@ -10,12 +9,13 @@ from typing import Any, Literal
 
 from gepa.logging.experiment_tracker import ExperimentTracker
 
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.report import report
 from dspy_flashevolve.observe.statistics import REFLECTION_STAGES, RunStats
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 
 def _sent(log: Callable[..., None]) -> Callable[..., None]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from dspy_flashevolve.engine.files import write_private
 from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.sandbox.contract import Failure, Outcome
 
@@ -206,7 +207,7 @@ class Archive:
             Its number among the admitted candidates, or among the failed ones.
 
         Raises:
-            OSError: ``log_dir`` cannot be written.
+            JournalError: ``log_dir`` cannot be written.
         """
         if isinstance(candidate, Failed):
             folder, number = "failed", len(self.failed)
@@ -218,9 +219,7 @@ class Archive:
         self.files = {**self.files, **fresh}
         if self._log_dir is not None:
             for path, text in {**fresh, "overview.txt": self._overview(self.version)}.items():
-                target = self._log_dir / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(text, encoding="utf-8", errors="replace")
+                write_private(self._log_dir / path, text)
         return number
 
 

@@ -23,13 +23,21 @@ from dspy.predict.flex.flex import Flex
 from dspy.signatures import make_signature
 from dspy.utils.exceptions import DSPyError
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_jsonable_python
+from pydantic_core import from_json, to_jsonable_python
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.harness.archive import DraftError, draft_of
 from dspy_flashevolve.programs.usage import counting_usage
-from dspy_flashevolve.sandbox.contract import Failure, Job, Limits, LmRecord, LmRequest
+from dspy_flashevolve.sandbox.contract import (
+    MOST_VALUES,
+    Failure,
+    Job,
+    Limits,
+    LmRecord,
+    LmRequest,
+    has_many_values,
+)
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 
 T = TypeVar("T")
@@ -226,13 +234,20 @@ def _typed(value: Any, kind: Any) -> Any:
         return str(value)
     if isinstance(kind, EnumMeta):
         return find_enum_member(kind, value)
+    _check_size(value)
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
     try:
         return adapter.validate_python(value)
     except ValidationError:
         if not isinstance(value, str):
             raise
+        _check_size(from_json(value))
         return adapter.validate_json(value)
+
+
+def _check_size(value: Any) -> None:
+    if has_many_values(value):
+        raise ValueError(f"more than {MOST_VALUES:,} values")
 
 
 class _AsItIs(Adapter):

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -26,9 +25,11 @@ from dspy_flashevolve.engine.errors import (
     RunAbortedError,
     attach_best_program,
 )  # fmt: skip
+from dspy_flashevolve.engine.journal import reporting_damage
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step, StepEnded
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in, sources_in
 from dspy_flashevolve.harness.evaluating import FEW_LESSONS, Evaluations, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
@@ -46,7 +47,7 @@ from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.usage import COUNTED_BY, tokens_of
 from dspy_flashevolve.sandbox.contract import CodeSandbox
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 T = TypeVar("T")
 SMOKE_EXAMPLES = 3
 """Examples of a check: enough that one hard example does not fail a candidate, few beside a validation set."""
@@ -342,21 +343,22 @@ class HarnessRun:
         """
         if self.run.journal is None:
             return 0
-        rows = self.run.journal.journal.rows
-        records = rows("SELECT more AS kept FROM commits ORDER BY candidate_index")
-        records += rows("SELECT value AS kept FROM state WHERE name LIKE ? ORDER BY name", (f"{FAILED}%",))
-        for text in (row["kept"] for row in records):
-            record = json.loads(text)
-            number = self.archive.add(CHECKED.validate_python(record["candidate"]))
-            self._resumed.add((record["step"], record["place"]))
-            if REDACTED in text:
-                logger.warning("candidate %04d is not as it was: a secret was taken out of the journal", number)
-        for row in rows("SELECT selection FROM steps WHERE number > 0 AND number IN (SELECT step FROM ends)"):
-            self._directions.reserve(ENDED, json.loads(row["selection"])["direction"])
-        self._directions.release(ENDED)
-        if self.archive.version:
-            self._seeded.set()
-        self.run.journal.load_unfinished()
+        with reporting_damage(self.run.journal.journal.path):
+            rows = self.run.journal.journal.rows
+            records = rows("SELECT more AS kept FROM commits ORDER BY candidate_index")
+            records += rows("SELECT value AS kept FROM state WHERE name LIKE ? ORDER BY name", (f"{FAILED}%",))
+            for text in (row["kept"] for row in records):
+                record = json.loads(text)
+                number = self.archive.add(CHECKED.validate_python(record["candidate"]))
+                self._resumed.add((record["step"], record["place"]))
+                if REDACTED in text:
+                    logger.warning("candidate %04d is not as it was: a secret was taken out of the journal", number)
+            for row in rows("SELECT selection FROM steps WHERE number > 0 AND number IN (SELECT step FROM ends)"):
+                self._directions.reserve(ENDED, json.loads(row["selection"])["direction"])
+            self._directions.release(ENDED)
+            if self.archive.version:
+                self._seeded.set()
+            self.run.journal.load_unfinished()
         return self.run.journal.last_step + 1
 
 

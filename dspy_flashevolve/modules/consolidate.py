@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import dspy
 
-from dspy_flashevolve.modules.integrate import without_fence
-
-ROOM = 2
-"""A text that takes in what alternatives know may be so many times as long as the longest of them."""
+from dspy_flashevolve.modules.reading import asked, result_of
 
 
 class ConsolidateInstruction(dspy.Signature):
@@ -22,19 +20,14 @@ class ConsolidateInstruction(dspy.Signature):
     labels and formats word for word. Order the text: the task, the form of the answer, then rules and facts, under
     headings where there are many. Keep lists flat, and let each item name what it is about, so that others can edit it
     on its own. Leave out what can only help with one single input, such as the words of one example, that one thing is
-    never another with which it is hardly ever confused, and doubts of the authors. Take in what the alternatives state
-    and the instruction lacks. Add nothing that stands in none of them. Read the result once more: no rule may exclude
-    what another one includes, or name what is explained nowhere."""
+    never another with which it is hardly ever confused, and doubts of the authors. Add nothing. Read the result once
+    more: no rule may exclude what another one includes, or name what is explained nowhere."""
 
     evidence: str = dspy.InputField(
         desc="What some edits are estimated to add to the assistant's score, with the standard error; of the others "
         "nothing is known."
     )
     instruction: str = dspy.InputField(desc="The instruction as it has grown.")
-    alternatives: str = dspy.InputField(
-        desc="Other versions of it, or of parts of it, which were written at the same time from other examples; each "
-        "did better than the text that it was made from."
-    )
     limit: str = dspy.InputField(desc="How long the new text may be.")
     consolidated: str = dspy.OutputField(desc="The whole new instruction, and nothing else.")
 
@@ -47,7 +40,7 @@ class Consolidation(dspy.Module):
     """Writes the texts of a candidate anew, one request a component.
 
     Example:
-        >>> Consolidation()(texts={}, effects={}, alternatives={}).texts
+        >>> Consolidation()(texts={}, effects={}).texts
         {}
     """
 
@@ -55,53 +48,37 @@ class Consolidation(dspy.Module):
         super().__init__()
         self.consolidate = dspy.Predict(ConsolidateInstruction)
 
-    def forward(
-        self, texts: Mapping[str, str], effects: Mapping[str, Effects], alternatives: Mapping[str, Sequence[str]]
-    ) -> dspy.Prediction:
+    def forward(self, texts: Mapping[str, str], effects: Mapping[str, Effects]) -> dspy.Prediction:
         """Consolidate texts.
 
         Args:
             texts: component -> text as it has grown.
             effects: component -> what is known of the edits in it.
-            alternatives: component -> other versions of it, or of parts of it.
 
         Returns:
             ``texts``: component -> new text; without those whose reply was empty.
         """
-        return _prediction(
-            {name: self.consolidate(**inputs(text, effects.get(name, ()), alternatives.get(name, ())))
-             for name, text in texts.items()}
-        )  # fmt: skip
+        return result_of(self._consolidated(texts, effects, is_sync=True))
 
-    async def aforward(
-        self, texts: Mapping[str, str], effects: Mapping[str, Effects], alternatives: Mapping[str, Sequence[str]]
-    ) -> dspy.Prediction:
+    async def aforward(self, texts: Mapping[str, str], effects: Mapping[str, Effects]) -> dspy.Prediction:
         """As :meth:`forward`, awaitable."""
-        return _prediction(
-            {name: await self.consolidate.acall(**inputs(text, effects.get(name, ()), alternatives.get(name, ())))
-             for name, text in texts.items()}
-        )  # fmt: skip
+        return await self._consolidated(texts, effects, is_sync=False)
+
+    async def _consolidated(self, texts: Any, effects: Any, is_sync: bool) -> dspy.Prediction:
+        clean: dict[str, str] = {}
+        for name, text in texts.items():
+            if written := (await asked(self.consolidate, inputs(text, effects.get(name, ())), is_sync)).consolidated:
+                clean[name] = written
+        return dspy.Prediction(texts=clean)
 
 
-def inputs(text: str, effects: Effects, alternatives: Sequence[str] = ()) -> dict[str, str]:
+def inputs(text: str, effects: Effects) -> dict[str, str]:
     """Return what the reflection LM reads of one text: the edits in it whose effect exceeds its standard error, the
-    largest first (what is not told apart would only repeat the text), and the alternatives.
+    largest first (what is not told apart would only repeat the text).
 
     >>> inputs("- A\\n- B", [("- A", 0.05, 0.02), ("- B", 0.01, 0.02)])["evidence"]
     '+0.050 (0.020): - A'
     """
     rows = sorted((row for row in effects if abs(row[1]) > row[2]), key=lambda row: -row[1])
     evidence = "\n".join(f"{effect:+.3f} ({error:.3f}): {part.strip()}" for part, effect, error in rows)
-    others = "\n\n".join(f"Version {number}:\n{other.strip()}" for number, other in enumerate(alternatives, start=1))
-    characters = max(len(text), ROOM * max(map(len, alternatives), default=0))
-    return {
-        "evidence": evidence or "None.",
-        "instruction": text,
-        "alternatives": others or "None.",
-        "limit": f"At most {characters} characters.",
-    }
-
-
-def _prediction(replies: Mapping[str, dspy.Prediction]) -> dspy.Prediction:
-    texts = {name: str(reply.consolidated or "").strip() for name, reply in replies.items()}
-    return dspy.Prediction(texts={name: without_fence(text) for name, text in texts.items() if text})
+    return {"evidence": evidence or "None.", "instruction": text, "limit": f"At most {len(text)} characters."}

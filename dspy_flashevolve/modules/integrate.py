@@ -8,8 +8,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import difflib
-import json
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +17,10 @@ import dspy
 from dspy.clients.errors import LMError
 from pydantic import BaseModel, Field
 
-logger = logging.getLogger(__name__)
+from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.modules.reading import asked, result_of
+
+logger = logger_named(__name__)
 
 ATTEMPTS = 2
 """A reply that cannot be read is asked for once more, as gepa asks for a reflection that raised."""
@@ -38,6 +39,25 @@ class ChildVerdict(BaseModel):
         "conflicting: its advice contradicts the head's."
     )
     reason: str = Field(default="", description="One sentence.")
+
+    @classmethod
+    def in_text(cls, answer: str) -> list[ChildVerdict]:
+        """Read verdicts in plain lines, as small models write them: of several for one child the first.
+
+        >>> [verdict.verdict for verdict in ChildVerdict.in_text("Child 1: Orthogonal, it adds a rule")]
+        ['orthogonal']
+        """
+        found: dict[int, ChildVerdict] = {}
+        for number, word, reason in _PLAIN.findall(answer):
+            verdict: Any = word.lower()
+            found.setdefault(int(number), cls(child=int(number), verdict=verdict, reason=reason.strip()[:300]))
+        return list(found.values())
+
+
+_PLAIN = re.compile(
+    r"child\W{0,4}(\d{1,9})\W{1,8}(?:(?:is|verdict)\W{1,6})?(orthogonal|subsumed|conflicting)\b[ \t]*[-:,.]?([^\n]*)",
+    re.IGNORECASE,
+)
 
 
 class RepairChild(dspy.Signature):
@@ -60,8 +80,10 @@ class RepairChild(dspy.Signature):
     head_text: str = dspy.InputField(desc="The newest version.")
     children: str = dspy.InputField(desc="The rewrite: number, score of its parent, what changed, feedback.")
     commits: str = dspy.InputField(desc="What was committed since the child was begun, and what it brought.")
-    verdicts: list[ChildVerdict] = dspy.OutputField(desc="One, for the child.")
-    new_text: str = dspy.OutputField(desc="The whole new text, and nothing else; empty where nothing is taken over.")
+    verdicts: list[ChildVerdict] = dspy.OutputField(desc="One, for the child.", default=[])
+    new_text: str = dspy.OutputField(
+        desc="The whole new text, and nothing else; empty where nothing is taken over.", default=""
+    )
 
 
 class StaleCandidateReflection(dspy.Module):
@@ -109,7 +131,8 @@ class StaleCandidateReflection(dspy.Module):
             child and component; ``failed``: component -> why no reply of two could be read. A reply without a text can
             be read where it says of no child that it is orthogonal.
         """
-        return _prediction_of([self._integrate(job) for job in self._jobs(head, children, commits, code_components)])
+        jobs = self._jobs(head, children, commits, code_components)
+        return _prediction_of([result_of(self._integrate(job, is_sync=True)) for job in jobs])
 
     async def aforward(
         self,
@@ -120,7 +143,7 @@ class StaleCandidateReflection(dspy.Module):
     ) -> dspy.Prediction:
         """As :meth:`forward`, awaitable; components are integrated side by side."""
         jobs = self._jobs(head, children, commits, code_components)
-        return _prediction_of(await asyncio.gather(*(self._aintegrate(job) for job in jobs)))
+        return _prediction_of(await asyncio.gather(*map(self._integrate, jobs)))
 
     def _jobs(
         self, head: dict[str, str], children: Sequence[Any], commits: Sequence[Any], code: Sequence[str]
@@ -162,24 +185,11 @@ class StaleCandidateReflection(dspy.Module):
         rest = len(text) - self.max_characters
         return text if rest <= 0 else f"{text[: self.max_characters]}\n({rest} more characters.)"
 
-    def _integrate(self, job: _Job) -> _Answer:
+    async def _integrate(self, job: _Job, is_sync: bool = False) -> _Answer:
         answer = _Answer(job.inputs["component"])
         for attempt in range(ATTEMPTS):
             try:
-                reply: Any = self.integrate(**job.inputs, **past_cache(attempt))
-            except LMError:  # the provider's: the whole module is asked again by the run
-                raise
-            except Exception as error:
-                reply = error
-            if (answer := _read_answer(job, reply)).text is not None:
-                break
-        return answer
-
-    async def _aintegrate(self, job: _Job) -> _Answer:
-        answer = _Answer(job.inputs["component"])
-        for attempt in range(ATTEMPTS):
-            try:
-                reply: Any = await self.integrate.acall(**job.inputs, **past_cache(attempt))
+                reply = await asked(self.integrate, job.inputs | past_cache(attempt), is_sync)
             except LMError:  # the provider's: the whole module is asked again by the run
                 raise
             except Exception as error:
@@ -228,77 +238,27 @@ def past_cache(attempt: int) -> dict[str, Any]:
     return {"config": {"rollout_id": attempt}} if attempt else {}
 
 
-_PLAIN = re.compile(
-    r"child\W{0,4}(\d{1,9})\W{1,8}(?:(?:is|verdict)\W{1,6})?(orthogonal|subsumed|conflicting)\b[ \t]*[-:,.]?([^\n]*)",
-    re.IGNORECASE,
-)
-_TEXT_FIELD = re.compile(r"\[\[\s*##\s*new_text\s*##\s*\]\](.*?)(?=\[\[\s*##|\Z)", re.DOTALL)
-_TEXT_TAG = re.compile(r"<new_text>(.*?)</new_text>", re.DOTALL)
-_FENCED = re.compile(r"\A\s*```[\w-]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 _FENCES = re.compile(r"```[\w-]*\n(.*?)\n```", re.DOTALL)
 
 
 def _read_answer(job: _Job, reply: Any) -> _Answer:
-    """Read a reply, or the error that dspy's adapter raised over it; verdicts count as far as they can be read."""
-    component, is_error = job.inputs["component"], isinstance(reply, Exception)
-    if is_error:
-        written, verdicts = _fields_of_unparsed(reply)
-    else:
-        written, verdicts = str(reply.new_text or ""), _verdicts_by_child(reply.verdicts)
-    text = without_fence(written).strip()
-    told = tuple(verdict for number, verdict in verdicts.items() if number in job.numbers)
-    if not text and told and all(verdict.verdict != "orthogonal" for verdict in told):
-        return _Answer(component, "", told)
+    """Read a reply, or the error over it; verdicts count as far as they can be read."""
+    component = job.inputs["component"]
     try:
+        if isinstance(reply, Exception):
+            raise reply
+        text = str(reply.new_text or "").strip()
+        by_child = {verdict.child: verdict for verdict in reply.verdicts if verdict.child in job.numbers}
+        verdicts = tuple(by_child.values())  # of several for one child the last counts
+        if not text and verdicts and all(verdict.verdict != "orthogonal" for verdict in verdicts):
+            return _Answer(component, "", verdicts)
         if not text or text == "{new_text}":
-            raise reply if is_error else ValueError("the new text is empty")
-        if job.is_code:
-            text = _python_source(text)
+            raise ValueError("the new text is empty, or was cut off")
+        return _Answer(component, _python_source(text) if job.is_code else text, verdicts)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-        logger.info("A reply could not be read: %s", problem)
+        logger.info("A reply could not be read: %.1000s", problem)
         return _Answer(component, problem=problem[:300])
-    return _Answer(component, text, told)
-
-
-def without_fence(text: str) -> str:
-    """Return a text without the code fence around all of it, where there is one."""
-    return _FENCED.sub(lambda match: match[1], text)
-
-
-def _verdicts_by_child(verdicts: Any) -> dict[int, ChildVerdict]:
-    """Map each child's number to its verdict; of several for one child the last counts."""
-    items: list[Any] = list(verdicts) if isinstance(verdicts, list | tuple) else [verdicts]
-    return {item.child: item for item in items if isinstance(item, ChildVerdict)}
-
-
-def _fields_of_unparsed(error: Any) -> tuple[str, dict[int, ChildVerdict]]:
-    """Find the text, and verdicts in plain lines ("Child 1: orthogonal"), in a reply that dspy could not parse.
-
-    Small models leave the verdicts out, write them in a form of their own, or write some. Of several verdicts for one
-    child the first counts.
-    """
-    reply = getattr(error, "lm_response", None)
-    if not isinstance(reply, str):
-        return "", {}
-    fields = _TEXT_FIELD.findall(reply) or _TEXT_TAG.findall(reply) or [_json_field(reply)]
-    text: str = fields[-1]
-    verdicts: dict[int, ChildVerdict] = {}
-    for number, word, reason in _PLAIN.findall(reply.replace(text, "")):
-        verdict: Any = word.lower()
-        verdicts.setdefault(int(number), ChildVerdict(child=int(number), verdict=verdict, reason=reason.strip()[:300]))
-    return text, verdicts
-
-
-def _json_field(reply: str) -> str:
-    """Return the text in a reply that is a JSON object, whatever stands around it; empty where there is none."""
-    start = reply.find("{")
-    try:
-        fields: Any = json.JSONDecoder(strict=False).raw_decode(reply, start)[0] if start >= 0 else None
-    except (ValueError, RecursionError):
-        return ""
-    text = fields.get("new_text") if isinstance(fields, dict) else None
-    return text if isinstance(text, str) else ""
 
 
 def _python_source(text: str) -> str:

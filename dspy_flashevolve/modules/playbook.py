@@ -12,6 +12,7 @@ import dspy
 from dspy.utils.exceptions import AdapterParseError
 
 from dspy_flashevolve.modules.integrate import ATTEMPTS, past_cache
+from dspy_flashevolve.modules.reading import asked, result_of
 
 
 class ReflectOnSample(dspy.Signature):
@@ -55,15 +56,6 @@ class CuratePlaybook(dspy.Signature):
     )
 
 
-class MergeBullets(dspy.Signature):
-    """These bullets of a playbook say nearly the same. Write one bullet in their place.
-
-    Keep every rule, number, condition and exception that one of them has; leave out what is repeated. Be brief."""
-
-    similar_bullets: str = dspy.InputField(desc="A bullet a line: id, how often it helped and harmed, text.")
-    content: str = dspy.OutputField(desc="The text of the one bullet, without id and counters.")
-
-
 class _RetryingPredict(dspy.Module):
     """A predictor that is asked again when its reply cannot be parsed.
 
@@ -78,20 +70,17 @@ class _RetryingPredict(dspy.Module):
 
     def forward(self, **inputs: Any) -> dspy.Prediction:
         """Ask the predictor, twice where the first reply cannot be parsed, with the inputs of its signature."""
-        reply = dspy.Prediction()
-        for attempt in range(ATTEMPTS):
-            try:
-                return self.ask(**inputs, **past_cache(attempt))
-            except AdapterParseError as error:
-                reply = self._as_main_field(error)
-        return reply
+        return result_of(self._asked(inputs, is_sync=True))
 
     async def aforward(self, **inputs: Any) -> dspy.Prediction:
         """Do what `forward` does on the event loop."""
+        return await self._asked(inputs, is_sync=False)
+
+    async def _asked(self, inputs: dict[str, Any], is_sync: bool) -> dspy.Prediction:
         reply = dspy.Prediction()
         for attempt in range(ATTEMPTS):
             try:
-                return await self.ask.acall(**inputs, **past_cache(attempt))
+                return await asked(self.ask, inputs | past_cache(attempt), is_sync)
             except AdapterParseError as error:
                 reply = self._as_main_field(error)
         return reply
@@ -123,13 +112,3 @@ class PlaybookCuration(_RetryingPredict):
 
     def __init__(self) -> None:
         super().__init__(CuratePlaybook, "operations")
-
-
-class BulletMerging(_RetryingPredict):
-    """Writes one bullet in the place of several that nearly say the same.
-
-    Input: ``similar_bullets``. Output: ``content``, text.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(MergeBullets, "content")

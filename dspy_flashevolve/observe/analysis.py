@@ -201,11 +201,12 @@ def example_scores(history: History, most_rows: int, most_columns: int) -> Examp
         candidate.index: sum(candidate.scores.get(example, -math.inf) >= best[example] for example in examples)
         for candidate in scored
     }
+    shown = history.best, history.seed
     by_interest = sorted(
         scored,
         key=lambda candidate: (
-            candidate is not history.best,
-            candidate is not history.seed,
+            candidate is not shown[0],
+            candidate is not shown[1],
             -wins[candidate.index],
             candidate.index,
         ),

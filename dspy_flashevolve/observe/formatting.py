@@ -10,11 +10,6 @@ from dspy_flashevolve.observe.history import Candidate
 UNKNOWN = "unknown"
 
 
-def printable(text: str) -> str:
-    """Replace the control characters of a text: a run may have written any, and a terminal obeys them."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lay rows out in columns, one line each; all columns but the first are aligned to the right."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]

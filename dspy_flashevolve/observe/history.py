@@ -66,6 +66,7 @@ class Candidate:
         version: version of the pool that it was committed as.
         more: whatever the loop has written beside it.
         examples: size of the validation set, of a seed that is being validated; None where that is not known.
+        has_grown: it joins edits of several reflections, and was not written anew.
     """
 
     index: int
@@ -80,6 +81,7 @@ class Candidate:
     version: int = 0
     more: Any = None
     examples: int | None = None
+    has_grown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,8 @@ class History:
 
     @property
     def best(self) -> Candidate | None:
-        """The candidate that the run returns: the highest score, of equals the cheapest, then the first."""
+        """The candidate that the run returns: the highest score, of equals one that has not grown, then the cheapest,
+        then the first."""
         scored = [
             candidate
             for candidate in self.candidates
@@ -219,7 +222,7 @@ class History:
         ]
         return max(
             scored,
-            key=lambda candidate: (candidate.score, -_cost(candidate), -candidate.version, -candidate.index),
+            key=lambda one: (one.score, not one.has_grown, -_cost(one), -one.version, -one.index),
             default=None,
         )
 
@@ -356,10 +359,15 @@ def _visits(events: list[EventRecord]) -> Iterator[StageVisit]:
             yield StageVisit(event.step, event.fields["stage"], queued + shift, began + shift, event.seconds)
 
 
+def _state(query: Query, name: str) -> dict[str, Any]:
+    """Return the value that the journal keeps under a name; empty where there is none."""
+    rows = query(f"SELECT value FROM state WHERE name = '{name}'")
+    return json.loads(rows[0]["value"]) if rows else {}
+
+
 def _in_flight(query: Query) -> dict[str, int]:
     """Return the requests that held a slot when the run last wrote that down; see `Journal.keep_current`."""
-    rows = query(f"SELECT value FROM state WHERE name = '{IN_FLIGHT}'")
-    by_stage: dict[str, int] = json.loads(rows[0]["value"]) if rows else {}
+    by_stage: dict[str, int] = _state(query, IN_FLIGHT)
     return {stage: requests for stage, requests in by_stage.items() if requests}
 
 
@@ -425,6 +433,7 @@ def _candidates(
     committed = {event.fields["candidate"]: event for event in events if event.kind == "Committed"}
     call_times, calls_made = [row["at"] for row in calls], list(accumulate(row["calls"] for row in calls))
     candidates: list[Candidate] = []
+    grown = _state(query, "grown")
     for row in query("SELECT * FROM commits ORDER BY candidate_index"):
         event, calls_before = committed.get(row["candidate_index"]), bisect_right(call_times, row["at"])
         candidates.append(
@@ -440,6 +449,7 @@ def _candidates(
                 None if event is None else event.fields["gap"],
                 row["version"],
                 None if row["more"] is None else json.loads(row["more"]),
+                has_grown=str(row["candidate_index"]) in grown,
             )
         )
     if not candidates or candidates[0].index > 0:  # GEPA's seed is in the pool from the start: it has no commit
@@ -500,10 +510,9 @@ def _steps(query: Query, with_replies: bool) -> dict[int, StepRecord]:
 
 def _changes(query: Query) -> tuple[ChangeRecord, ...]:
     """Return the changes that GEPA's credit assignment has kept, with their estimates (NaN where there are none)."""
-    rows = query("SELECT value FROM state WHERE name = 'credit'")
-    if not rows:
+    credit = _state(query, "credit")
+    if not credit:
         return ()
-    credit = json.loads(rows[0]["value"])
     effects = credit.get("effects") or [[math.nan, math.nan]] * len(credit["changes"])
     return tuple(
         ChangeRecord(step, change["component"], change["part"], change["replaces"], *effect)

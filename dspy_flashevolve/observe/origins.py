@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,13 @@ def lines_of(history: History, candidate: Candidate) -> list[PromptLine]:
         for step, verdict, reason in event.fields["verdicts"]:
             integration_verdicts[step][f"{verdict}: {reason}"] = None
     replies = {number: [_words(reply) for _, reply in step.replies] for number, step in history.steps.items()}
+    changes = _changes(history, "part")
+    first_with = {
+        (name, words): ancestor
+        for name, text in candidate.texts.items()
+        for ancestor, held in reversed(_held(ancestors, name, text))
+        for words in held
+    }
     bullets = _bullets(candidate)
     step_of_version = {step.reason: number for number, step in history.steps.items() if step.way == "committed"}
     seed_texts = {} if history.seed is None else history.seed.texts
@@ -71,10 +78,8 @@ def lines_of(history: History, candidate: Candidate) -> list[PromptLine]:
         bullet = next((bullet for bullet in bullets if words in _words(f"[{bullet['id']}] {bullet['content']}")), None)
         if bullets and bullet is None:
             return PromptLine(component, line)  # the frame in which a playbook stands
-        change = _change(history, component, words, "part")
-        first = next(
-            (ancestor for ancestor in ancestors if words in _words(ancestor.texts.get(component, ""))), candidate
-        )
+        change = next((change for change, part in changes if change.component == component and words in part), None)
+        first = first_with.get((component, words), candidate)
         verdicts: tuple[str, ...] = ()
         if bullet is not None:
             step = step_of_version.get(f"version {bullet['created_version']}")
@@ -122,22 +127,38 @@ class RemovedLine:
 def removed_seed_lines(history: History, candidate: Candidate) -> list[RemovedLine]:
     """Return the lines of the seed that a candidate does not have, in the seed's order."""
     seed, ancestors = history.seed, _ancestors(history, candidate)
+    changes = _changes(history, "replaces")
     removed: list[RemovedLine] = []
     for component, text in {} if seed is None else seed.texts.items():
+        there, held_by = _words(candidate.texts.get(component, "")), _held(ancestors, component, text)
         for line in text.splitlines():
             words = _words(line)
-            if not words.strip() or words in _words(candidate.texts.get(component, "")):
+            if not words.strip() or words in there:
                 continue
-            without = (
-                ancestor
-                for ancestor in ancestors
-                if ancestor.index and words not in _words(ancestor.texts.get(component, ""))
-            )
-            first = next(without, candidate)
-            change = _change(history, component, words, "replaces")
+            first = next((other for other, held in held_by if other.index and words not in held), candidate)
             step = first.step if first.step is not None and first.step >= 0 else None
-            removed.append(RemovedLine(component, line, step if change is None else change.step, first.index))
+            by_change = (one.step for one, part in changes if one.component == component and words in part)
+            removed.append(RemovedLine(component, line, next(by_change, step), first.index))
     return removed
+
+
+def _held(ancestors: Sequence[Candidate], component: str, text: str) -> list[tuple[Candidate, set[str]]]:
+    """Return for each ancestor which lines of a text stand in lines of its own, by their words.
+
+    Each line is compared once, however many ancestors have it: a run may have thousands of them.
+    """
+    sought = [_words(line) for line in text.splitlines()]
+    compared: dict[str, list[str]] = {}
+    held_by: list[tuple[Candidate, set[str]]] = []
+    for ancestor in ancestors:
+        held: set[str] = set()
+        for line in ancestor.texts.get(component, "").splitlines():
+            if line not in compared:
+                there = _words(line)
+                compared[line] = [words for words in sought if words in there]
+            held.update(compared[line])
+        held_by.append((ancestor, held))
+    return held_by
 
 
 def _words(text: str) -> str:
@@ -147,10 +168,9 @@ def _words(text: str) -> str:
     return f" {' '.join(_WORDS.findall(_ESCAPES.sub(' ', _COUNTERS.sub('', text)).lower()))} "
 
 
-def _change(history: History, component: str, words: str, field: str) -> ChangeRecord | None:
-    """Return the first change of a component that puts these words in, or takes them out."""
-    changes = (change for change in history.changes if change.component == component)
-    return next((change for change in changes if words in _words(getattr(change, field))), None)
+def _changes(history: History, field: str) -> list[tuple[ChangeRecord, str]]:
+    """Return the changes with the words that they put in, or take out."""
+    return [(change, _words(getattr(change, field))) for change in history.changes]
 
 
 def _ancestors(history: History, candidate: Candidate) -> list[Candidate]:

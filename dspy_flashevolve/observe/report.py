@@ -168,7 +168,7 @@ def _family(history: History) -> Iterator[tuple[int, Candidate, list[str] | None
     """Yield depth, candidate, and its diff to its first parent; None for the diff where the page has no room for it."""
     room = MOST_DIFFS
     for depth, candidate, parent in family_tree(history):
-        changed = [] if parent is None else candidates_diff(parent, candidate)
+        changed = [] if parent is None or room <= 0 else candidates_diff(parent, candidate)
         room -= sum(map(len, changed))
         yield depth, candidate, changed if room > 0 else None
 

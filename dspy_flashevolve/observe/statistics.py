@@ -137,6 +137,7 @@ class AsyncStats(RunStats):
         reflection_tokens: prompt and completion tokens of reflections and repairs.
         reflection_calls: reflections and repairs asked for.
         integration_calls: LM calls of repairs of stale children.
+        unreadable_replies: rollouts that scored ``failure_score`` since a reply did not fit its format.
         verdicts: orthogonal, subsumed or conflicting -> children judged so.
         integrations: every repair, in order, with the verdicts and their reasons, and why a reply could not be used.
         changes: what reflections changed, in order, with the estimated effect of each; of the newest base.
@@ -147,6 +148,8 @@ class AsyncStats(RunStats):
         unseen_error: the standard error of that.
         prompt_change: unified diff from the seed program's texts to those of the returned program; empty where the
             seed is returned.
+        unconsolidated: why the returned prompt, which joins edits of several reflections, was not written anew as one
+            text; empty where it was, or joins none.
     """
 
     proposals: int
@@ -155,6 +158,7 @@ class AsyncStats(RunStats):
     reflection_tokens: int
     reflection_calls: int
     integration_calls: int
+    unreadable_replies: int = 0
     verdicts: dict[str, int] = field(default_factory=dict[str, int])
     integrations: list[Integrated] = field(default_factory=list[Integrated])
     changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
@@ -163,6 +167,7 @@ class AsyncStats(RunStats):
     unseen_score: float | None = None
     unseen_error: float | None = None
     prompt_change: str = ""
+    unconsolidated: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +296,7 @@ def summary_of(stats: RunStats) -> str:
         *(_score_lines(stats) if of_gepa else []),
         f"steps: {stats.steps} ({steps}){_proposals(stats) if of_gepa else ''}",
         f"metric calls: {stats.metric_calls}{calls}",
+        *(_unreadable_lines(stats) if of_gepa else []),
         f"tokens: {_parts(stats.tokens_by_stage, lambda count: f'{count:,}')}",
         f"dollars: {_dollars_line(stats.dollars_by_stage)}",
         f"slots: {_slots(stats)}; {limited_by(stats)}",
@@ -304,6 +310,8 @@ def _score_lines(stats: AsyncStats) -> list[str]:
     if stats.unseen_score is not None and stats.best_score != stats.seed_score:
         error = f" +- {stats.unseen_error:.2g}" if stats.unseen_error is not None else ""
         lines.append(f"on unseen examples: about {_score(stats.unseen_score)}{error}")
+    if stats.unconsolidated:
+        lines.append(f"its prompt joins edits of several reflections, and was not written anew: {stats.unconsolidated}")
     return lines
 
 
@@ -314,6 +322,13 @@ def _proposals(stats: AsyncStats) -> str:
         return counted
     reason, steps = Counter(stats.end_reasons).most_common(1)[0]
     return f"{counted}; {steps} ended since: {shorten(reason, 120, placeholder=' ...')}"
+
+
+def _unreadable_lines(stats: AsyncStats) -> list[str]:
+    count = stats.unreadable_replies
+    rollouts = sum(number for stage, number in stats.requests_by_stage.items() if stage not in REFLECTION_STAGES)
+    shown = f"{count} of {rollouts} rollouts ({count / max(rollouts, 1):.0%})"
+    return [f"replies that do not fit their format: {shown}; see add_format_failure_as_feedback"] if count else []
 
 
 def _change_lines(stats: AsyncStats) -> list[str]:

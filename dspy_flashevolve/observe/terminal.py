@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.texts import printable
 from dspy_flashevolve.observe.analysis import RequestTotals, RunTotals, family_tree, totals_of
 from dspy_flashevolve.observe.formatting import (
     UNKNOWN,
@@ -16,7 +17,6 @@ from dspy_flashevolve.observe.formatting import (
     format_score,
     format_standing,
     format_table,
-    printable,
     time_left,
 )
 from dspy_flashevolve.observe.history import Candidate, History
@@ -25,6 +25,8 @@ LATEST = 5
 """Candidates, and problems of each kind, that `watch` shows: with the table above them they fit on 24 lines."""
 MOST_NAMED = 20
 """Candidates that an error message names one by one. Of more it names the first and the last."""
+MOST_LEVELS = 30
+"""Levels of the family tree that are indented, as a terminal has room for; below them generations are named."""
 CLIPPED = 200
 """Characters of a problem in `watch`: it has one line, or two in a narrow terminal."""
 RETRY = "RequestTurnedAway"
@@ -218,13 +220,14 @@ def tree(history: History, prompts: bool = False) -> str:
             verdicts.setdefault(member, {})[f"{verdict}. {reason}"] = None
     lines: list[str] = []
     for depth, candidate, parent in family_tree(history):
-        indent = "  " * depth
+        indent = "  " * min(depth, MOST_LEVELS)
         if parent is None:
             lines.append("candidate 0 (the seed)" + _seed_score(candidate))
             if prompts:
                 lines += [f"  {name}: {line}" for name, text in candidate.texts.items() for line in text.splitlines()]
             continue
         gap = f", gap {candidate.gap}" if candidate.gap is not None else ""
+        gap += f", generation {depth}" if depth > MOST_LEVELS else ""
         other_parents = candidate.parents[1:]
         also = f", also from {', '.join(map(str, other_parents))}" if other_parents else ""
         lines.append(f"{indent}candidate {candidate.index}: score {candidate.score:.3f}{gap}{_origin(candidate)}{also}")

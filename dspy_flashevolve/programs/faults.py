@@ -30,6 +30,7 @@ import copy
 import http.client
 import inspect
 import json
+import re
 import traceback
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -79,6 +80,12 @@ SDKS = frozenset({"anthropic", "cohere", "google", "groq", "huggingface_hub", "l
 """Packages whose errors come from a provider, whoever called it."""
 TRANSPORTS = frozenset({"aiohttp", "h11", "h2", "httpcore", "httpx", "requests", "urllib3"})
 """Packages whose errors come from a provider where an LM call raised them."""
+OUT_OF_CONTEXT = re.compile(
+    r"context[ _-]?(?:length|window|size|limit)|(?:prompt|input|request) is too long|too many (?:input )?tokens"
+    r"|input token count|`inputs` tokens|longer than the model",
+    re.IGNORECASE,
+)
+"""What servers say of a prompt that is too long; some with no code of its own (vLLM, llama.cpp, TGI, Gemini)."""
 NO_PROVIDER = "LLM Provider NOT provided"
 """What litellm says, with the status 400, of a model's name that names no provider."""
 WAITS = (408, 409, 425, 429)
@@ -122,7 +129,7 @@ class NoTextError(TypeError):
 
 
 class HollowReplyError(LMServerError):
-    """A reply held no message."""
+    """A reply with status 200 was a failure of its server: it held no message, or an error."""
 
 
 def is_paced(lm: Any) -> bool:
@@ -219,7 +226,10 @@ def fault_of(error: BaseException, lm_errors: Sequence[BaseException] = ()) -> t
     return None
 
 
-_CALLS = {inspect.unwrap(call).__code__ for call in (BaseLM.__call__, BaseLM.acall)}
+DSPYS_CALL: Any = inspect.unwrap(BaseLM.__call__)
+DSPYS_ACALL: Any = inspect.unwrap(BaseLM.acall)
+"""dspy's own LM calls, without dspy's callbacks and whatever else may be wrapped around them."""
+_CALLS = {DSPYS_CALL.__code__, DSPYS_ACALL.__code__}
 
 
 def _passed_through_a_call(error: BaseException) -> bool:
@@ -273,6 +283,23 @@ def is_of_request(error: BaseException) -> bool:
     broken = (LookupError, AttributeError, ValueError, EOFError, LMUnexpectedError, HollowReplyError)
     lost = isinstance(error.__cause__, ConnectionError)  # of an LM of the user's own, which dspy does not tell apart
     return not lost and (isinstance(error, broken) or type(error) is LMProviderError)
+
+
+def is_out_of_context(error: BaseException) -> bool:
+    """Whether a request was refused since its prompt is longer than the model's context.
+
+    >>> is_out_of_context(dspy.ContextWindowExceededError()), is_out_of_context(ValueError("no such context"))
+    (True, False)
+    """
+    for link in chain_of(error):
+        if isinstance(link, AdapterParseError):
+            return False  # its message quotes a reply
+        names = {kind.__name__ for kind in type(link).__mro__}
+        if names & {"ContextWindowExceededError", "ContextLengthError"}:
+            return True
+        if _status_of(link) in (None, 400, 413, 422) and OUT_OF_CONTEXT.search(str(link)):
+            return True
+    return False
 
 
 def is_timeout(error: BaseException) -> bool:

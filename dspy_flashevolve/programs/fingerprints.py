@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import logging
 import os
 import re
 import tokenize
+from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import fields, is_dataclass
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
@@ -19,15 +20,17 @@ from typing import Any, cast
 
 import dspy
 from gepa.core.data_loader import ListDataLoader
+from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.journal import Journal
+from dspy_flashevolve.engine.journal import Journal, reporting_damage
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.values import is_readable
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 SOURCE = "source of the "
 """Beginning of the names of parts that may change while a run goes on, of which the user is told."""
@@ -129,7 +132,7 @@ def _data(loader: Any) -> str:
     items: Any = held if isinstance(held, Sequence) else loader.all_ids()
     digest = hashlib.sha256()
     for item in items:
-        digest.update(_text(dict(item) if isinstance(item, dspy.Example) else item).encode())
+        digest.update(_text(item).encode())
     return f"{len(loader)} examples, {digest.hexdigest()[:12]}"
 
 
@@ -138,28 +141,53 @@ def _hash(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Write a value as a text that is the same in every process: without addresses, and with sets in one order."""
-    plain = to_jsonable_python(
-        _ordered(value), fallback=_shown, inf_nan_mode="strings", bytes_mode="base64", serialize_unknown=True
-    )
-    return _MEMORY_ADDRESS.sub("", json.dumps(plain, sort_keys=True))
+    """Write a value as a text that is the same in every process."""
+    return json.dumps(_stable(value), sort_keys=True)
 
 
-def _shown(value: Any) -> str:
-    """Represent an object; by its type alone where its representation says where the object lies."""
-    text = repr(value)
-    return type(value).__qualname__ if str(id(value)) in text else text
-
-
-def _ordered(value: Any) -> Any:
-    """Sort sets into lists, at any depth of plain containers: a set has another order in every process."""
+def _stable(value: Any, within: tuple[int, ...] = ()) -> Any:
+    """Express a value by what JSON has: objects of data classes by their fields, and sets in one order."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if id(value) in within:
+        return "a circle"
+    stable = partial(_stable, within=(*within, id(value)))
+    if isinstance(value, dspy.Example):
+        value = dict(value.items(include_dspy=True))
+    elif isinstance(value, BaseModel):
+        held = {name: vars(value).get(name) for name in type(value).model_fields}
+        value = {"": type(value).__qualname__, **held, **(value.model_extra or {})}
+    elif is_dataclass(value) and not isinstance(value, type):
+        held = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        value = {"": type(value).__qualname__, **held}
     if isinstance(value, Mapping):
-        return {name: _ordered(item) for name, item in cast("Mapping[Any, Any]", value).items()}
+        items = cast("Mapping[Any, Any]", value).items()
+        return {name if isinstance(name, str) else json.dumps(stable(name)): stable(item) for name, item in items}
     if isinstance(value, set | frozenset):
-        return sorted((_ordered(item) for item in cast("Iterable[Any]", value)), key=_text)
-    if isinstance(value, list | tuple):
-        return [_ordered(item) for item in cast("Iterable[Any]", value)]
-    return value
+        return sorted(map(stable, cast("Iterable[Any]", value)), key=partial(json.dumps, sort_keys=True))
+    if isinstance(value, list | tuple | deque):
+        return list(map(stable, cast("Iterable[Any]", value)))
+    return to_jsonable_python(
+        value, fallback=_words, inf_nan_mode="strings", bytes_mode="base64", serialize_unknown=True
+    )
+
+
+def _words(value: Any) -> list[str]:
+    """Represent an object of any class by the words of its text, in the order of the alphabet: it may show a set."""
+    kind, text = type(value), repr(value)
+    if kind.__repr__ is object.__repr__ or str(id(value)) in text:
+        _warn_of(kind.__qualname__)
+        return [kind.__qualname__]
+    return sorted(re.findall(r"\w+", _MEMORY_ADDRESS.sub("", text)))
+
+
+@lru_cache
+def _warn_of(kind: str) -> None:
+    logger.warning(
+        "The data hold objects of %s, whose text only says where they lie: a run that goes on cannot tell others from "
+        "them. Give the class a __repr__ that says what they are.",
+        kind,
+    )
 
 
 def _version(name: str) -> str:
@@ -240,7 +268,9 @@ def open_journal(
     journal = Journal(Path(log_dir), redaction)
     try:
         now, packages = {"optimizer": optimizer, **parts}, versions()
-        check_same(journal, now, packages)
+        with reporting_damage(journal.path):
+            check_same(journal, now, packages)
+        run_journal = RunJournal(journal, each_once, is_readable)
         journal.append(
             "sessions",
             id=journal.session,
@@ -248,7 +278,7 @@ def open_journal(
             settings={**plain_settings(arguments), "versions": packages},
             fingerprints=now,
         )
-        yield RunJournal(journal, each_once, is_readable)
+        yield run_journal
     except BaseException:
         journal.close()
         raise

@@ -27,6 +27,7 @@ from dspy_flashevolve.engine.rates import RateLimit, limits_in_headers
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by
 from dspy_flashevolve.engine.retries import Responder, TrackedRequest
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.faults import (
     HollowReplyError,
     chain_of,
@@ -42,6 +43,8 @@ from dspy_flashevolve.programs.paced_lm import PACED_BY, begin_pacing, end_pacin
 from dspy_flashevolve.programs.replies import ReplyInspection, inspecting_replies
 from dspy_flashevolve.programs.servers import BalancedLM, account_of, arguments_for, endpoint_of, limits_in_options
 from dspy_flashevolve.programs.usage import CountLate, completion_tokens_of, slot_here, tokens_of
+
+logger = logger_named(__name__)
 
 T = TypeVar("T")
 REQUEST_SECONDS = 600.0
@@ -76,6 +79,7 @@ class LanguageModels:
         self.once, self.count = once, count
         self.portal: LoopPortal | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
+        self._warned_of_blocking = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -113,6 +117,17 @@ class LanguageModels:
         """Return what makes an LM's calls; one that a program made itself, as a copy of another, is called alike."""
         _, pace = self._paced.get(id(lm)) or (lm, Pace(self, lm))
         return pace
+
+    def warn_of_blocking(self) -> None:
+        """Say, once, that something on the loop calls an LM without awaiting it."""
+        if not self._warned_of_blocking:
+            self._warned_of_blocking = True
+            callers: list[Any] = dspy.settings.caller_modules or []
+            name = f"{type(callers[0]).__name__}.aforward" if callers else "A coroutine metric"
+            logger.warning(
+                "%s blocks the event loop: it calls an LM without awaiting it, and everything else waits for that. "
+                "Await predictor.acall(...), or leave aforward out: then rollouts run in threads.", name,
+            )  # fmt: skip
 
     def pace_in(self, program: Module) -> Module:
         """Pace the predictors' own LMs; gives ``program`` back."""
@@ -184,6 +199,8 @@ class Pace:
         """
         portal, slot = self.models.portal, slot_here()
         if portal is None or not portal.may_block():
+            if portal is not None and portal.is_on_loop():
+                self.models.warn_of_blocking()
             with self._without_secrets():
                 return self.models.redaction.redact_known(make(lm, **self.first_target.arguments))
         request = _Request(self, slot, keeps=True)

@@ -6,7 +6,6 @@ metric call. Once an attempt of a kind has succeeded, what fails later is a matt
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from typing import Any
 from dspy.utils.exceptions import AdapterParseError
 
 from dspy_flashevolve.engine.errors import RunAbortedError
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.faults import chain_of, fault_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 
 class Kind(Enum):

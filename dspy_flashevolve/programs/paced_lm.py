@@ -13,11 +13,10 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import dspy
-from dspy.clients.base_lm import BaseLM
 from dspy.utils.callback import with_callbacks
 
 from dspy_flashevolve.engine.loop import LoopPortal
-from dspy_flashevolve.programs.faults import is_paced, recording_paced_call
+from dspy_flashevolve.programs.faults import DSPYS_ACALL, DSPYS_CALL, is_paced, recording_paced_call
 from dspy_flashevolve.programs.replies import INSPECTION
 from dspy_flashevolve.programs.servers import BalancedLM
 from dspy_flashevolve.programs.usage import CountLate, counted_call
@@ -79,14 +78,8 @@ def _counters_of_stray_call(lm: Any) -> list[CountLate]:
 @lru_cache(maxsize=64)
 def _paced_class(kind: type[Any]) -> type[Any]:
     """Make a subclass whose calls a run makes; callbacks are told of a call once, however often it is made."""
-    call, acall = kind.__call__, kind.acall
-    if issubclass(kind, BalancedLM) and call is BalancedLM.__call__ and acall is BalancedLM.acall:
-        call, acall = BaseLM.__call__, BaseLM.acall  # the run says which of its servers is asked
-    as_dspys = call is BaseLM.__call__ and acall is BaseLM.acall  # else the user's class has calls of its own
-    if as_dspys:
-        call, acall = getattr(call, "__wrapped__", call), getattr(acall, "__wrapped__", acall)
 
-    def paced_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def paced_call(self: Any, call: Any, args: Any, kwargs: Any) -> Any:
         models: CallMaker | None = dspy.settings.get(PACED_BY)
         if models is None:
             with counted_call(_counters_of_stray_call(self)):
@@ -96,7 +89,7 @@ def _paced_class(kind: type[Any]) -> type[Any]:
             calls.on_lm_end("", result)
             return result
 
-    async def paced_acall(self: Any, *args: Any, **kwargs: Any) -> Any:
+    async def paced_acall(self: Any, acall: Any, args: Any, kwargs: Any) -> Any:
         models: CallMaker | None = dspy.settings.get(PACED_BY)
         if models is None:
             with counted_call(_counters_of_stray_call(self)):
@@ -107,11 +100,23 @@ def _paced_class(kind: type[Any]) -> type[Any]:
             return result
 
     # dspy gives callbacks a call's arguments by the names in its signature.
+    @with_callbacks
     def named_call(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
-        return paced_call(self, prompt, messages=messages, **kwargs)
+        return paced_call(self, DSPYS_CALL, (prompt,), {"messages": messages, **kwargs})
 
+    @with_callbacks
     async def named_acall(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
-        return await paced_acall(self, prompt, messages=messages, **kwargs)
+        return await paced_acall(self, DSPYS_ACALL, (prompt,), {"messages": messages, **kwargs})
+
+    # Looked up at each call, since instrumentation wraps and unwraps the calls of dspy's classes at any time.
+    def call_now(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = dspy.LM.__call__ if kind.__call__ is BalancedLM.__call__ else kind.__call__
+        return named_call(self, *args, **kwargs) if _is_dspys(call) else paced_call(self, call, args, kwargs)
+
+    async def acall_now(self: Any, *args: Any, **kwargs: Any) -> Any:
+        acall = dspy.LM.acall if kind.acall is BalancedLM.acall else kind.acall
+        calling = named_acall(self, *args, **kwargs) if _is_dspys(acall) else paced_acall(self, acall, args, kwargs)
+        return await calling
 
     def update_history(self: Any, entry: dict[str, Any]) -> None:
         inspection = INSPECTION.get()
@@ -128,8 +133,8 @@ def _paced_class(kind: type[Any]) -> type[Any]:
         vars(self)["num_retries"] = value
 
     members: dict[str, Any] = {
-        "__call__": with_callbacks(named_call) if as_dspys else paced_call,
-        "acall": with_callbacks(named_acall) if as_dspys else paced_acall,
+        "__call__": call_now,
+        "acall": acall_now,
         "update_history": update_history,
         "__reduce_ex__": lambda self, protocol: (_unchanged, (_plain(self),)),
         "__module__": kind.__module__,
@@ -139,6 +144,11 @@ def _paced_class(kind: type[Any]) -> type[Any]:
         "original_class": kind,
     }
     return type(kind.__name__, (kind,), members)
+
+
+def _is_dspys(call: Any) -> bool:
+    """Whether a call is dspy's own, with nothing around it but dspy's callbacks."""
+    return getattr(call, "__wrapped__", None) in (DSPYS_CALL, DSPYS_ACALL)
 
 
 def _plain(paced: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rollouts of a DSPy program: a copy of the program with a candidate's texts, run on one example, and scored.
+"""Rollouts of a DSPy program: a candidate's program, run on one example, and scored.
 
 What counts as a failure, and what it scores, is what ``dspy.teleprompt.bootstrap_trace_data`` and ``dspy.Evaluate``
 make of it inside dspy.GEPA, one example at a time. The one difference: an error of the provider is not a score (see
@@ -8,12 +8,11 @@ make of it inside dspy.GEPA, one example at a time. The one difference: an error
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
@@ -21,7 +20,6 @@ import dspy
 from dspy.primitives.code_interpreter import CodeInterpreterError
 from dspy.primitives.module import Module
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
-from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.usage_tracker import UsageTracker
 
@@ -29,22 +27,26 @@ from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
 from dspy_flashevolve.engine.metric_calls import record_wasted_cost
 from dspy_flashevolve.engine.rollouts import Rollout
-from dspy_flashevolve.programs.copies import Copied, copied
+from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.programs.building import PARSER_ERROR, TRIES, StudentAdapter
 from dspy_flashevolve.programs.faults import LmCalls, raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.feedback import FaultyReply, fault_in
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric, no_score
 from dspy_flashevolve.programs.mistakes import Failure, Kind, Mistakes, error_text
-from dspy_flashevolve.programs.placement import NeedsThreadError, Placement, runs_on_loop
+from dspy_flashevolve.programs.placement import Placement
 from dspy_flashevolve.programs.records import RolloutRecords
 from dspy_flashevolve.programs.reflection import ReflectionRunner
+from dspy_flashevolve.programs.tools import ToolCalls
 from dspy_flashevolve.programs.usage import cost_of, counting_usage, tokens_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
-PROTOTYPES = 64
+MAX_READY = 64
 """Programs that are kept ready; older ones are built again when they are needed. A round number, above the 48 steps
 that are live at 64 slots: with half, programs of one generation push each other out; a program is a few kB."""
+SHOWN_CHARACTERS = 300
+"""Of a reply that could not be read, in the log: a few lines."""
 RECORDED = 8
 """First rollouts in which all LM calls are recorded, to tell whether the program, or its metric, calls LMs that the run
 does not pace. Recording takes a tenth of a millisecond for each call of a module, so it ends where none is found."""
@@ -52,19 +54,53 @@ does not pace. Recording takes a tenth of a millisecond for each call of a modul
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a program came to: the prediction and its trace, or the error that ended it."""
+    """What a program came to: the prediction and its trace, or the error that ended it. A reply that could not be read
+    may be both."""
 
     prediction: Any
     trace: list[Any]
     error: Exception | None = None
 
+    @property
+    def unreadable(self) -> str:
+        """The adapter that could not read a reply, and the beginning of that; empty where that was not the error."""
+        if not isinstance(self.error, AdapterParseError):
+            return ""
+        return f"{self.error.adapter_name}: {(self.error.lm_response or '')!r:.{SHOWN_CHARACTERS}}"
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A rollout, and what it failed with, where that may be a mistake in the code."""
+    """A rollout; what it failed with, where that may be a mistake in the code; and the reply, adapter first, that its
+    adapter could not read."""
 
     rollout: Rollout
     failure: Failure | None = None
+    unreadable: str = ""
+
+
+@dataclass(slots=True)
+class _ReadyProgram:
+    """A candidate's program, which its rollouts share.
+
+    Args:
+        histories: of its modules. LM calls are added to them, and are dropped when no rollout is under way.
+    """
+
+    program: Module
+    histories: list[list[Any]]
+    rollouts: int = field(default=0, init=False)
+
+    @contextmanager
+    def rollout(self) -> Generator[Module, None, None]:
+        self.rollouts += 1
+        try:
+            yield self.program
+        finally:
+            self.rollouts -= 1
+            if not self.rollouts:
+                for history in self.histories:
+                    history.clear()
 
 
 MakeRollout = Callable[[dict[str, str], dspy.Example, bool, UsageTracker], Awaitable[Attempt]]
@@ -90,7 +126,7 @@ class ProgramRunner:
 
     def __init__(
         self,
-        adapter: DspyAdapter,
+        adapter: StudentAdapter,
         metric: Metric,
         threads: Threads,
         models: LanguageModels | None = None,
@@ -106,20 +142,25 @@ class ProgramRunner:
         self._flex = bool(adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         self.records = RolloutRecords(adapter.student, code=self._flex)
         """How its rollouts are written down."""
-        self._student: Copied | None = None
-        self._prototypes: OrderedDict[tuple[tuple[str, str], ...], Callable[[], Module] | Exception] = OrderedDict()
+        self._ready: OrderedDict[tuple[tuple[str, str], ...], _ReadyProgram | Exception] = OrderedDict()
         self._building = anyio.Lock()
-        self._placement = Placement(threads)
+        self._placement, self._tools = Placement(adapter.student, threads), ToolCalls(threads)
         self._left_to_record: float = RECORDED
         """Rollouts in which all LM calls are to be recorded; infinite once an LM was called that the run does not
         pace."""
+        self.unreadable = 0
+        """Rollouts in which a reply did not fit the format of its adapter."""
         self.mistakes = Mistakes(of_code=self._flex)
         self.reflection = ReflectionRunner(adapter, metric, threads, self.mistakes)
+
+    def program(self, candidate: dict[str, str]) -> Any:
+        """Return a new program with a candidate's texts, for the user; the rest is as in its rollouts."""
+        return self.adapter.build_program(candidate)
 
     @property
     def interruptible(self) -> bool:
         """Whether a rollout that has begun can be given up: one on the loop can, one in a thread cannot."""
-        return self._placement.is_on_loop if self._elsewhere is None else runs_on_loop(self.adapter.student)
+        return self._placement.is_on_loop
 
     async def rollout(self, candidate: dict[str, str], example: dspy.Example, *, capture_traces: bool) -> Rollout:
         """Run ``candidate`` on ``example``, here or elsewhere, and count what that uses.
@@ -140,66 +181,61 @@ class ProgramRunner:
                 usage.close()
                 record_wasted_cost(tokens_of(usage), cost_of(usage))
                 raise
+        if attempt.unreadable:
+            if not self.unreadable:
+                logger.warning(
+                    "A reply does not fit the format of %s: a failure, as all that follow, which are not shown%s",
+                    attempt.unreadable, _on(example, self.adapter.failure_score),
+                )  # fmt: skip
+            self.unreadable += 1
         return replace(attempt.rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
 
     async def evaluate_once(
         self, candidate: dict[str, str], example: dspy.Example, capture_traces: bool, usage: UsageTracker
     ) -> Attempt:
         """Run ``candidate`` on ``example`` in this process; ``usage`` tracks its LM calls."""
-        prototype = await self._prototype(candidate)
-        if isinstance(prototype, Exception):
+        ready = await self._ready_program(candidate)
+        if isinstance(ready, Exception):
             return Attempt(Rollout(None, self.adapter.failure_score))
-        with recording_lm_calls(only_paced=self._left_to_record <= 0) as calls:
-            outcome = await self._run(prototype, example, calls)
+        with recording_lm_calls(only_paced=self._left_to_record <= 0) as calls, ready.rollout() as program:
+            outcome = await self._run(program, example, calls)
             if dspy.settings.track_usage and isinstance(outcome.prediction, dspy.Prediction):
                 outcome.prediction.set_lm_usage(usage.get_total_tokens())
             attempt = await self._score(example, outcome, capture_traces, calls)
         self._left_to_record = self._left_to_record - 1 if calls.only_paced else math.inf
-        return attempt
+        return replace(attempt, unreadable=outcome.unreadable)
 
-    async def _prototype(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:
-        """Return what makes a rollout's copy of a candidate's program. One is built at a time, each once."""
+    async def _ready_program(self, candidate: dict[str, str]) -> _ReadyProgram | Exception:
+        """Return a candidate's program, or why there is none. One is built at a time, each once."""
         key = tuple(sorted(candidate.items()))
-        if key not in self._prototypes:
+        if key not in self._ready:
             async with self._building:
-                if key not in self._prototypes:
-                    self._prototypes[key] = await self._threads.run(self._build, candidate)
-                while len(self._prototypes) > PROTOTYPES:
-                    self._prototypes.popitem(last=False)
-        self._prototypes.move_to_end(key)
-        return self._prototypes[key]
+                if key not in self._ready:
+                    self._ready[key] = await self._threads.run(self._build, candidate)
+                while len(self._ready) > MAX_READY:
+                    self._ready.popitem(last=False)
+        self._ready.move_to_end(key)
+        return self._ready[key]
 
-    def _build(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:
-        if self._flex:
-            try:
-                program, copy = copied(self.adapter.build_program(candidate))
-            except (SyntaxError, CodeInterpreterError) as error:
-                logger.warning("Candidate failed to build (%s); its rollouts score as failures.", error)
-                return error
-        else:  # as dspy's adapter, but large data that a student carries is copied once, not a candidate
-            if self._student is None:
-                self._student = copied(self.adapter.student)
-            student, copy = self._student
-            program = copy(student)
-            for name, predictor in program.named_predictors():
-                if name in candidate:
-                    signature: Any = predictor.signature
-                    predictor.signature = signature.with_instructions(candidate[name])
-        return partial(copy, program if self._models is None else self._models.pace_in(program))
+    def _build(self, candidate: dict[str, str]) -> _ReadyProgram | Exception:
+        try:
+            program = self.adapter.build_program(candidate, for_rollouts=True)
+        except (SyntaxError, SystemError, CodeInterpreterError) as error:
+            logger.warning("Candidate failed to build (%s); its rollouts score as failures.", error)
+            return error
+        if self._models is not None:
+            self._models.pace_in(program)
+        self._tools.prepare(program)
+        modules: list[tuple[str, Any]] = list(program.named_sub_modules())
+        return _ReadyProgram(program, [module.history for _, module in modules])
 
-    async def _run(self, copy: Callable[[], Module], example: dspy.Example, calls: LmCalls) -> _Outcome:
-        program = copy()
+    async def _run(self, program: Module, example: dspy.Example, calls: LmCalls, tries: int = TRIES) -> _Outcome:
         inputs: dict[str, Any] = {}
         trace: list[Any] = []
         with dspy.context(trace=trace):
             try:
                 inputs = dict(example.inputs())
-                try:
-                    prediction = await self._placement.call(program, inputs)
-                except NeedsThreadError:
-                    program = copy()
-                    trace.clear()  # what the first attempt traced is not the program's way
-                    prediction = await self._placement.call(program, inputs)
+                prediction = await self._placement.call(program, inputs)
             except asyncio.CancelledError as error:
                 if is_being_cancelled():
                     raise  # the run is being cancelled, not the program by itself
@@ -207,6 +243,8 @@ class ProgramRunner:
             except AdapterParseError as error:
                 return self._parse_failure(program, inputs, trace, error)
             except Exception as error:
+                if PARSER_ERROR in str(error) and tries > 1:
+                    return await self._run(program, example, calls, tries - 1)
                 return self._crash(trace, error, calls)
         return _Outcome(prediction, list(trace))
 
@@ -224,7 +262,7 @@ class ProgramRunner:
             return _Outcome(None, [], error)
         text, score = error.lm_response or "", self.adapter.failure_score
         shown = FaultyReply(text, score, fault_in(error)) if error.parsed_result else FailedPrediction(text, score)
-        return _Outcome(FailedPrediction(text, format_reward=score), [*trace, (predictor, inputs, shown)])
+        return _Outcome(FailedPrediction(text, format_reward=score), [*trace, (predictor, inputs, shown)], error)
 
     def _crash(self, trace: list[Any], error: Exception, calls: LmCalls) -> _Outcome:
         raise_provider_fault(error, calls.errors)
@@ -236,14 +274,16 @@ class ProgramRunner:
 
     async def _score(self, example: Any, outcome: _Outcome, capture_traces: bool, calls: LmCalls) -> Attempt:
         failure_score = self.adapter.failure_score
-        if outcome.error is not None:
-            logger.warning("Example scored as a failure: %s%s", error_text(outcome.error), _on(example, failure_score))
-            failed = self.failed_rollout(f"The program failed: {error_text(outcome.error)}", capture_traces)
-            return Attempt(failed, self.mistakes.failure(outcome.error, calls.errors))
         if isinstance(outcome.prediction, FailedPrediction):
             if not (capture_traces or self._flex):
                 return Attempt(self.failed_rollout("The program's reply could not be read.", capture_traces))
             return Attempt(self._scored_rollout(example, outcome, failure_score))
+        if outcome.error is not None:
+            reason = error_text(outcome.error)
+            if not outcome.unreadable:
+                logger.warning("Example scored as a failure: %s%s", reason, _on(example, failure_score))
+            failed = self.failed_rollout(f"The program failed: {reason}", capture_traces)
+            return Attempt(failed, self.mistakes.failure(outcome.error, calls.errors))
         try:
             returned = await self._metric.score(
                 example, outcome.prediction, scoring_trace=outcome.trace, flex=self._flex

@@ -14,12 +14,12 @@ from typing import Any
 import anyio
 import cloudpickle
 import dspy
-from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 
 from dspy_flashevolve.engine.errors import TransientError
 from dspy_flashevolve.engine.metric_calls import recording_rollout
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import current_slot
+from dspy_flashevolve.programs.building import StudentAdapter
 from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
@@ -112,7 +112,7 @@ class RolloutActor:
         return ""
 
     def _runner(self, student: Any, metric: Any, lock: bool, failure_score: float, finite: bool) -> ProgramRunner:
-        adapter = DspyAdapter(student, metric, feedback_map={}, failure_score=failure_score)
+        adapter = StudentAdapter(student, metric, feedback_map={}, failure_score=failure_score)
         scorer = Metric(metric, self._run.threads, lock)
         return ProgramRunner(adapter, scorer, self._run.threads, self._models, finite)
 
@@ -170,7 +170,8 @@ def _packed(answer: RolloutAnswer, records: RolloutRecords, candidate: dict[str,
             output = as_writable(output, cloudpickle.dumps)
             trajectory = _readable({**rollout.trajectory, "example": None})
         failure = None if failure is None else replace(failure, error=_sendable(failure.error))
-        answer.attempt = Attempt(replace(rollout, output=output, trajectory=trajectory), failure)
+        rollout = replace(rollout, output=output, trajectory=trajectory)
+        answer.attempt = replace(answer.attempt, rollout=rollout, failure=failure)
     return cloudpickle.dumps(answer)
 
 

@@ -36,7 +36,6 @@ import anyio
 import cloudpickle
 import dspy
 from dspy.clients.cache import Cache
-from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.usage_tracker import UsageTracker
 
 from dspy_flashevolve.engine.endpoints import Endpoint
@@ -48,6 +47,8 @@ from dspy_flashevolve.engine.retries import TrackedRequest
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot
+from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.programs.building import StudentAdapter
 from dspy_flashevolve.programs.lm import CACHED_SECONDS
 from dspy_flashevolve.programs.mistakes import Failure
 from dspy_flashevolve.programs.program import Attempt, MakeRollout
@@ -56,7 +57,7 @@ from dspy_flashevolve.programs.records import RolloutRecords
 from dspy_flashevolve.programs.servers import endpoint_of
 from dspy_flashevolve.programs.usage import COUNTED_BY, completion_tokens_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 DEATHS = 3
 """A rollout whose process has died so often is a failure: the first time may be the node's or a neighbour's doing, the
@@ -190,7 +191,7 @@ class Actors:
         self._shipped: list[Any] = []
         self._loss_errors: tuple[type[Exception], ...] = ()
 
-    def rollout_maker(self, adapter: DspyAdapter, metric_lock: bool, finite: bool = False) -> MakeRollout:
+    def rollout_maker(self, adapter: StudentAdapter, metric_lock: bool, finite: bool = False) -> MakeRollout:
         """What makes the rollouts of a program; before :meth:`opened`.
 
         Raises:
@@ -295,7 +296,7 @@ class Actors:
     async def _attempt(
         self,
         program: int,
-        adapter: DspyAdapter,
+        adapter: StudentAdapter,
         records: RolloutRecords,
         endpoint: Endpoint,
         candidate: dict[str, str],

@@ -21,7 +21,7 @@ from dspy_flashevolve.engine.rollouts import RequestCost, Rollout
 from dspy_flashevolve.programs.values import InexactError, decode, encode, from_json, to_json
 
 MAX_READY = 64
-"""Candidates whose predictors are kept ready, as many as programs are (``program.PROTOTYPES``)."""
+"""Candidates whose predictors are kept ready, as many as programs are (``program.MAX_READY``)."""
 
 T = TypeVar("T")
 

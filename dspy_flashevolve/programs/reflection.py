@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import dspy
@@ -25,8 +26,9 @@ from gepa.core.adapter import EvaluationBatch
 
 from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import FlashEvolveError, hook_that_raised
-from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
+from dspy_flashevolve.engine.loop import LoopPortal, Threads
+from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.programs.faults import is_out_of_context, raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.feedback import (
     Question,
     name_faults,
@@ -38,15 +40,19 @@ from dspy_flashevolve.programs.feedback import (
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.mistakes import Kind, Mistakes
 from dspy_flashevolve.programs.placement import answers_asynchronously, has_own_aforward
-from dspy_flashevolve.programs.replies import CutOffReplyError, recording_cut_off_replies
+from dspy_flashevolve.programs.replies import CutOffReplyError
 from dspy_flashevolve.programs.usage import cost_of, counting_for_run, counting_usage, tokens_of
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 
 T = TypeVar("T")
 ReflectiveDataset = Mapping[str, Sequence[Mapping[str, Any]]]
 Ask = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 """Makes a request, in a slot, as often as it needs."""
+
+ROOM = 0.75
+"""Share of the characters that did not fit the reflection LM's context which the next reflection begins with. Each
+refusal lowers it by a quarter, so that it comes to rest below what fits after a few. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +70,45 @@ class Reflection:
     cost_dollars: float = 0.0
 
 
-class UntracedProgramError(RuntimeError):
-    """A program answered, and dspy's trace has no call of its predictors, so that there is nothing to reflect on."""
+class NothingToReadError(RuntimeError):
+    """No rollout of a minibatch called a predictor whose instruction evolves, or no reply could be read."""
+
+
+class UntracedProgramError(NothingToReadError):
+    """A program answered, and dspy's trace has no call of its predictors, so that there is nothing to reflect on.
+
+    Args:
+        components: names of the predictors whose instructions evolve.
+        called: whether the trace has calls of other predictors.
+    """
+
+    def __init__(self, components: Sequence[str], called: bool) -> None:
+        if called:
+            super().__init__(
+                "the program answers, but all calls in dspy's trace are of predictors that are not its own, so that "
+                f"there is nothing to reflect on. Its own are {', '.join(components)}. A predictor that is built in "
+                "forward is another one in each call, and its instruction cannot evolve: build it in __init__ "
+                "(self.answer = dspy.Predict(...)), and call that one in forward."
+            )
+        else:
+            super().__init__(
+                "the program answers, but no call of its predictors is in dspy's trace, so that there is nothing to "
+                "reflect on. Threads that a program starts itself (ThreadPoolExecutor) are not traced: use "
+                "dspy.Parallel or dspy.asyncify there, and dspy.Predict or a module of dspy's for every call."
+            )
+
+
+class ProposalTypeError(TypeError):
+    """A proposer returned something else than a dict from component to text."""
+
+
+class OversizedReflectionError(ValueError):
+    """A reflection that reads a single example does not fit the context of its LM."""
 
     def __init__(self) -> None:
         super().__init__(
-            "the program answers, but no call of its predictors is in dspy's trace, so that there is nothing to "
-            "reflect on. Threads that a program starts itself (ThreadPoolExecutor) are not traced: use dspy.Parallel "
-            "or dspy.asyncify there, and dspy.Predict or a module of dspy's for every call."
+            "a single example, with outputs and feedback, does not fit the context window of the reflection LM. Give "
+            "reflection_lm a larger context, or less max_tokens, or let outputs and feedback be shorter."
         )
 
 
@@ -87,9 +124,53 @@ class ReflectionRunner:
 
     def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads, mistakes: Mistakes) -> None:
         self._adapter, self._metric, self._threads, self._mistakes = adapter, metric, threads, mistakes
+        asker = copy.copy(adapter)
+        asker.custom_instruction_proposer = self._checking("instruction_proposer", adapter.custom_instruction_proposer)
+        if adapter.custom_code_proposer is not None:
+            asker.custom_code_proposer = self._checking("code_proposer", adapter.custom_code_proposer)
+        self._asker = asker
+        """The adapter, with proposers whose answers are checked."""
         self._judges_anew = False
         """Whether the metric has given another score, and so another judgement, when it was asked for feedback."""
         self._warns_on_mismatch = adapter.warn_on_score_mismatch
+        self._refused_characters = math.inf
+        """Characters of the examples of one component that did not fit the reflection LM's context; the fewest."""
+
+    async def readable(self, candidate: Mapping[str, str], evaluation: EvaluationBatch[Any, Any]) -> set[str]:
+        """Find the components of which a reflection can read something in rollouts: the predictors that were called
+        and whose replies dspy's adapter takes, and code where there is any rollout.
+
+        Predictors of one signature and one instruction are told apart no better than by dspy's adapter.
+
+        Raises:
+            NothingToReadError: there is none.
+        """
+        adapter, trajectories = self._adapter, evaluation.trajectories or []
+        calls = [
+            predictor.signature
+            for each in trajectories
+            for predictor, _, output in each["trace"]
+            if (
+                adapter.add_format_failure_as_feedback
+                if isinstance(output, FailedPrediction)
+                else not isinstance(each["prediction"], FailedPrediction)
+            )
+        ]
+        code = adapter._flex_paths if trajectories else ()  # pyright: ignore[reportPrivateUsage]
+        found = {*await self._threads.run(self._own_calls, candidate, calls), *code}
+        if not found:
+            self._raise_untraced(candidate, trajectories)
+            raise NothingToReadError("no reply in its minibatch could be read")
+        return found
+
+    def _own_calls(self, candidate: Mapping[str, str], signatures: Sequence[Any]) -> list[str]:
+        """Find the names of the student's predictors that were called, by the signatures of the calls, as dspy does."""
+        called = list({id(signature): signature for signature in signatures}.values())
+        predictors: list[tuple[str, Any]] = self._adapter.student.named_predictors()
+        own = {
+            name: each.signature.with_instructions(candidate[name]) for name, each in predictors if name in candidate
+        }
+        return [name for name, mine in own.items() if any(signature.equals(mine) for signature in called)]
 
     async def dataset(
         self,
@@ -109,6 +190,7 @@ class ReflectionRunner:
 
         Raises:
             FlashEvolveError: of ``ask``, where the provider of a judge gave no answer, or refuses for good.
+            UntracedProgramError: no call of the program's predictors was seen.
             Exception: what the metric raised while it gave feedback, in lockstep on one example and else on all of
                 them, or that there was nothing to reflect on.
         """
@@ -125,7 +207,7 @@ class ReflectionRunner:
         except FlashEvolveError:
             raise
         except Exception as error:
-            self._raise_untraced(trajectories, error)
+            self._raise_untraced(candidate, trajectories, error)
             raise
         self._mistakes.record(Kind.TRACES, None)
         records: list[dict[str, Any]] = [record for records in dataset.values() for record in records]
@@ -147,15 +229,18 @@ class ReflectionRunner:
             raise failed[0]
         return {name: rows for name, rows in kept.items() if rows or not dataset[name]}
 
-    def _raise_untraced(self, trajectories: Sequence[Mapping[str, Any]], error: Exception) -> None:
-        """Say of a minibatch from which dspy could make nothing to read that no call of a predictor was seen.
+    def _raise_untraced(
+        self, candidate: Mapping[str, str], trajectories: Sequence[Mapping[str, Any]], error: Exception | None = None
+    ) -> None:
+        """Say of a minibatch in which there is nothing to read that no call of the program's predictors was seen.
 
         Raises:
-            UntracedProgramError: programs answered, and none of them has a trace.
+            UntracedProgramError: programs answered, and none of them has called one of its predictors.
         """
         answered = [each for each in trajectories if not isinstance(each["prediction"], FailedPrediction)]
-        if answered and not any(each["trace"] for each in answered):
-            untraced = UntracedProgramError()
+        calls = [predictor.signature for each in trajectories for predictor, _, _ in each["trace"]]
+        if answered and not self._own_calls(candidate, calls):
+            untraced = UntracedProgramError(list(candidate), bool(calls))
             self._mistakes.record(Kind.TRACES, self._mistakes.failure(untraced, ()))
             raise untraced from error
 
@@ -201,10 +286,16 @@ class ReflectionRunner:
             )  # fmt: skip
         return with_score if self._judges_anew else text_of(answer)
 
-    async def propose(self, candidate: dict[str, str], dataset: ReflectiveDataset, components: list[str]) -> Reflection:
+    async def propose(
+        self, candidate: dict[str, str], dataset: ReflectiveDataset, components: list[str], *, shrinks: bool = True
+    ) -> Reflection:
         """Ask the reflection LM, or the user's proposer, for new texts; a proposer with an async ``acall`` is awaited.
 
+        Args:
+            shrinks: ask again with half of the examples where they do not fit the LM's context, down to one.
+
         Raises:
+            OversizedReflectionError: one example does not fit.
             TransientError: the provider asks to come back later.
             RunAbortedError: the provider refuses for good.
             Exception: what the proposer raised, or that what it returned is no text; see :class:`Mistakes`.
@@ -213,22 +304,60 @@ class ReflectionRunner:
         acall = self._awaitable_proposer(components)
 
         async def call() -> dict[str, str]:
-            if acall is None:
-                propose: Any = self._adapter.propose_new_texts
-                texts = await self._threads.run(propose, candidate, dict(dataset), components)
-            else:
-                with dspy.context(lm=self._adapter.reflection_lm or dspy.settings.lm):
-                    texts = await acall(
-                        candidate=candidate, reflective_dataset=dict(dataset), components_to_update=components
-                    )
-            if cut_off and type(self._adapter.custom_instruction_proposer).__module__.startswith("dspy_flashevolve."):
-                raise CutOffReplyError(cut_off[0])
-            return checked_texts(texts or {})
+            examples, limit = dataset, ROOM * self._refused_characters
+            if limit < math.inf:
+                examples = {name: _shortest(rows, limit=limit) for name, rows in dataset.items()}
+            while True:
+                try:
+                    if acall is None:
+                        propose: Any = self._asker.propose_new_texts
+                        return checked_texts(await self._threads.run(propose, candidate, dict(examples), components))
+                    with dspy.context(lm=self._adapter.reflection_lm or dspy.settings.lm):
+                        answer = await acall(
+                            candidate=candidate, reflective_dataset=dict(examples), components_to_update=components
+                        )
+                    proposer = self._adapter.custom_instruction_proposer
+                    return checked_texts(checked_proposal(answer, "instruction_proposer", proposer))
+                except Exception as error:
+                    if not shrinks or not is_out_of_context(error):
+                        raise
+                    examples = self._half_of(examples, error)
 
-        with counting_usage() as usage, recording_cut_off_replies() as cut_off:
+        with counting_usage() as usage:
             texts = await self._guarded(call, Kind.REFLECTIONS)
         self._mistakes.record_useful_reflection()
         return Reflection(texts, tokens_of(usage), cost_of(usage))
+
+    def _half_of(self, examples: ReflectiveDataset, error: Exception) -> ReflectiveDataset:
+        """Return half of the examples, which did not fit the reflection LM's context.
+
+        Raises:
+            OversizedReflectionError: there is but one.
+        """
+        count, is_first = max(map(len, examples.values()), default=0), self._refused_characters == math.inf
+        characters = max((sum(map(_characters_of, rows)) for rows in examples.values()), default=0)
+        self._refused_characters = min(self._refused_characters, characters)
+        if count < 2:
+            raise OversizedReflectionError from error
+        if is_first:
+            logger.warning(
+                "A reflection on %d examples does not fit the context window of the reflection LM: it is asked for "
+                "again with half of them, and later ones begin with fewer characters. Set reflection_minibatch_size "
+                "below %d, or give reflection_lm a larger context. It said: %.300s", count, count, error,
+            )  # fmt: skip
+        return {name: _shortest(rows, len(rows) // 2) for name, rows in examples.items()}
+
+    def _checking(self, hook: str, proposer: Any) -> Callable[..., Any]:
+        """Make a proposer, for calls in threads, of which a coroutine that it returns runs on the run's loop, and whose
+        answer is checked (:func:`checked_proposal`)."""
+
+        def propose(**arguments: Any) -> Mapping[str, Any]:
+            answer = proposer(**arguments)
+            if inspect.iscoroutine(answer):
+                answer = LoopPortal(self._threads.loop).run(answer)
+            return checked_proposal(answer, hook, proposer)
+
+        return propose
 
     def _awaitable_proposer(self, components: list[str]) -> Callable[..., Awaitable[Any]] | None:
         proposer = self._adapter.custom_instruction_proposer
@@ -265,7 +394,7 @@ class ReflectionRunner:
                     is_of_provider = failure is not None and failure.refused and kind is Kind.FEEDBACK
                     # What dspy cannot use was written by the LM; that replies are cut off is a matter of its settings.
                     is_of_reply = hook is None and calls.has_answer and not calls.errors
-                    is_of_reply = is_of_reply and not isinstance(error, CutOffReplyError)
+                    is_of_reply = is_of_reply and not isinstance(error, CutOffReplyError | ProposalTypeError)
                     self._mistakes.record(kind, None if is_of_provider or is_of_reply else failure)
                 raise
 
@@ -280,21 +409,55 @@ class ReflectionRunner:
         return hook_that_raised(error, hooks)
 
 
+def _characters_of(record: Mapping[str, Any]) -> int:
+    return len(str(record))
+
+
+def _shortest(
+    records: Sequence[Mapping[str, Any]], most: int | None = None, limit: float = math.inf
+) -> list[Mapping[str, Any]]:
+    """At most so many records, the shortest ones in their order, with so many characters together; at least one.
+
+    An example that never fits keeps no other out.
+    """
+    shortest = sorted(range(len(records)), key=lambda index: _characters_of(records[index]))
+    fitting = sum(total <= limit for total in accumulate(_characters_of(records[index]) for index in shortest))
+    return [records[index] for index in sorted(shortest[: max(1, fitting)][: None if most is None else max(1, most)])]
+
+
 def _unless_ours(proposer: Any) -> Any:
     """A proposer; None where it is dspy's or this package's."""
     return None if type(proposer).__module__.startswith(("dspy.", "dspy_flashevolve.")) else proposer
+
+
+def checked_proposal(answer: Any, hook: str, proposer: Any) -> Mapping[str, Any]:
+    """Return what a proposer returned, if it is a mapping.
+
+    Args:
+        hook: the argument of the optimizer by which it was passed.
+
+    Raises:
+        ProposalTypeError: it is none.
+    """
+    if isinstance(answer, Mapping):
+        return answer
+    name = getattr(proposer, "__qualname__", type(proposer).__qualname__)
+    raise ProposalTypeError(
+        f"{hook} {name} returned {answer!r:.80}, expected a dict from component to its new text, as in "
+        "{'self': 'Answer in one word.'}. Leave a component out that is to stay as it is."
+    )
 
 
 def checked_texts(texts: Mapping[str, Any]) -> dict[str, str]:
     """Return new texts of components, if a program can be built with them.
 
     Raises:
-        TypeError: one is no text.
+        ProposalTypeError: one is no text.
         ValueError: one has half a character in it (a lone surrogate), which no provider can receive.
     """
     for name, text in texts.items():
         if not isinstance(text, str):
-            raise TypeError(f"the proposal for {name!r} is {text!r}, expected a text.")
+            raise ProposalTypeError(f"the proposal for {name!r} is {text!r:.80}, expected a text.")
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -1,8 +1,8 @@
-"""Replies of LMs: those that hold no message, and what else of a reply is lost before a program sees it.
+"""Replies of LMs: those that are a server's failure, and what else of a reply is lost before a program sees it.
 
-A server in trouble may say 200 and send a body without a message. dspy's native engine reads {}, {"choices": []} and a
-message whose content is null as a reply with an empty text, and litellm gives no output at all for the second: the
-adapter then fails to parse it, which would be a score.
+A server in trouble may say 200 and send a body without a message, or one that says that it failed. dspy's native engine
+reads {}, {"choices": []} and a message whose content is null as a reply with an empty text, and litellm gives no output
+at all for the second: the adapter then fails to parse it, which would be a score.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ MESSAGES = frozenset({"candidates", "content", "generations", "message", "output
 """Where the bodies of other dialects than OpenAI's chat completions keep what the model said."""
 CONTENTS = ("content", "text", "tool_calls", "function_call", "refusal", "reasoning_content", "reasoning", "audio")
 """What a message may say; an empty text is something that a model may say, null is not."""
+NO_MESSAGE = "the reply holds no message"
+FAILED = ("error", "abort")
+"""Finish reasons of a server that failed half-way: OpenRouter's, vLLM's and SGLang's."""
 
 
 class ReplyInspection:
@@ -32,13 +35,13 @@ class ReplyInspection:
 
     def __init__(self, kept: bool) -> None:
         self.kept = kept
-        self.is_hollow = self.is_cached = False
+        self.failure, self.is_cached = "", False
         self.headers: dict[str, str] = {}
 
     def inspect(self, entry: dict[str, Any]) -> None:
         """Inspect what dspy writes into the history of a reply."""
         reply = entry.get("response")
-        self.is_hollow = self.is_hollow or is_hollow(reply)
+        self.failure = self.failure or failure_in(reply)
         cut_off = CUT_OFF.get()
         if cut_off is not None and is_cut_off(reply):
             cut_off.append(entry.get("model") or "the LM")
@@ -57,7 +60,7 @@ def inspecting_replies() -> Generator[ReplyInspection, None, None]:
     """Inspect the replies of one LM call; dspy shows a reply as it came only to the LM's history.
 
     Raises:
-        HollowReplyError: a reply held no message.
+        HollowReplyError: a reply was a failure of the server's.
     """
     inspection = ReplyInspection(kept=not dspy.settings.disable_history)
     token = INSPECTION.set(inspection)
@@ -66,8 +69,8 @@ def inspecting_replies() -> Generator[ReplyInspection, None, None]:
             yield inspection
     finally:
         INSPECTION.reset(token)
-    if inspection.is_hollow:
-        raise HollowReplyError("the reply holds no message")
+    if inspection.failure:
+        raise HollowReplyError(inspection.failure)
 
 
 class CutOffReplyError(ValueError):
@@ -107,41 +110,57 @@ def is_cut_off(reply: Any) -> bool:
     return any(_get(choice, "finish_reason") == "length" for choice in choices)
 
 
-def is_hollow(reply: Any) -> bool:
-    """Whether a provider's reply holds no message: no choices, no message in them, or one without any content.
+def failure_in(reply: Any) -> str:
+    """Say in which way a provider's reply is a failure of its server, and no message; empty where it is a message.
 
     A reply that was cut off at its length or by a content filter, a refusal, reasoning without an answer and an empty
-    text are what the model said.
+    text are what the model said. A text that is empty since no token was written is not.
 
     Args:
         reply: an lm15 ``Response``, a tuple of them, or an object shaped as OpenAI's.
 
-    >>> is_hollow({"choices": []}), is_hollow({"choices": [{"message": {"content": ""}}]})
-    (True, False)
+    >>> failure_in({"choices": []}), failure_in({"choices": [{"message": {"content": ""}}]})
+    ('the reply holds no message', '')
     """
     if isinstance(reply, tuple | list):
-        return any(map(is_hollow, cast("Sequence[Any]", reply)))
+        return next(filter(None, map(failure_in, cast("Sequence[Any]", reply))), "")
+    body = reply
     if isinstance(reply, lm15.Response):
         body = reply.provider_data
-        return isinstance(body, Mapping) and not reply.tool_calls and _is_hollow_body(body)
-    return _is_hollow_body(reply)
-
-
-def _is_hollow_body(body: Any) -> bool:
+        if not isinstance(body, Mapping):
+            return ""
     choices = _get(body, "choices")
     if choices is None and isinstance(body, Mapping) and "choices" not in body:
-        return not MESSAGES & body.keys()
-    return not choices or any(map(_is_hollow_choice, choices))
+        is_empty = not MESSAGES & body.keys() and not (isinstance(reply, lm15.Response) and reply.tool_calls)
+        return NO_MESSAGE if is_empty else ""
+    usage = _get(body, "usage")
+    is_silent = _get(usage, "completion_tokens") == 0 or getattr(reply, "cache_hit", False) is True
+    return next(filter(None, (_failure_in_choice(choice, is_silent) for choice in choices or [None])), "")
 
 
-def _is_hollow_choice(choice: Any) -> bool:
-    if _get(choice, "finish_reason") in ("length", "content_filter"):
-        return False
-    if _get(choice, "text") is not None:  # a text completion
-        return False
+def _failure_in_choice(choice: Any, is_silent: bool) -> str:
+    """See :func:`failure_in`.
+
+    Args:
+        is_silent: no token was written, as far as is known: a reply from dspy's cache has lost its usage.
+    """
+    reason = _get(choice, "finish_reason")
+    if reason in ("length", "content_filter"):
+        return ""
+    more = _get(choice, "provider_specific_fields") or {}  # where litellm puts what OpenAI's choices do not have
+    error = _get(choice, "error") or _get(more, "error")
+    if error:
+        return f"the reply holds an error: {_get(error, 'message') or error}"
+    for failed in (reason, _get(more, "native_finish_reason")):
+        if failed in FAILED:
+            return f"the reply ended with finish_reason {failed!r}"
     message = _get(choice, "message")
+    empty = (None, [], "") if is_silent else (None, [])
+    if _get(choice, "text") not in empty:  # a text completion
+        return ""
     more = _get(message, "provider_specific_fields") or {}  # where litellm puts a refusal
-    return message is None or all(_get(part, name) in (None, []) for part in (message, more) for name in CONTENTS)
+    is_empty = message is None or all(_get(part, name) in empty for part in (message, more) for name in CONTENTS)
+    return NO_MESSAGE if is_empty else ""
 
 
 def _get(value: Any, name: str) -> Any:

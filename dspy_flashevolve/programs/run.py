@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 import dspy
 from dspy.primitives import Module
-from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import AdapterParseError
 
@@ -28,7 +27,7 @@ from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.observe.progress import Display, Progress
 from dspy_flashevolve.observe.recorder import Recorder
 from dspy_flashevolve.observe.statistics import RunStats
-from dspy_flashevolve.programs.copies import isolated_copy
+from dspy_flashevolve.programs.building import StudentAdapter, copy_of
 from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
@@ -203,8 +202,11 @@ class DspyRun(EvolutionRun):
             RolloutUnresolvedError: the provider gave no answer.
             RunAbortedError: the provider refused for good.
         """
-        copy = self.models.pace_in(module if is_fresh else isolated_copy(module))
-        asks, tools = self.dspy_settings.get("lm") if lm is None else self.pace(lm), ToolCalls(self.threads)
+        copy = self.models.pace_in(module if is_fresh else copy_of(module))
+        asks = self.dspy_settings.get("lm") if lm is None else self.pace(lm)
+        with dspy.context(lm=asks):
+            is_on_loop = runs_on_loop(copy)
+        ToolCalls(self.threads).prepare(copy)
 
         async def call() -> ModuleReply[T]:
             answer: T | None = None
@@ -212,11 +214,9 @@ class DspyRun(EvolutionRun):
             recording = recording_lm_calls(), recording_cut_off_replies()
             with counting_usage() as usage, dspy.context(lm=asks), recording[0] as calls, recording[1] as cut_off:
                 try:
-                    if runs_on_loop(copy):
-                        tools.prepare_for_loop(copy)
+                    if is_on_loop:
                         answer = read(await copy.acall(**inputs))
                     else:
-                        tools.prepare_for_thread(copy)
                         answer = read(await self.threads.run(copy, **inputs))
                     if cut_off and stage == "integrate":
                         answer, failure = None, CutOffReplyError(cut_off[0])
@@ -270,7 +270,7 @@ class DspyRun(EvolutionRun):
             failure_score: of an example on which the program or the metric raises, or the score is no finite number.
             metric_lock: call the metric once at a time.
         """
-        adapter = DspyAdapter(student, metric, feedback_map={}, failure_score=failure_score)  # reflects on nothing
+        adapter = StudentAdapter(student, metric, feedback_map={}, failure_score=failure_score)  # reflects on nothing
         scorer = Metric(metric, self.threads, metric_lock)
         elsewhere = None if self.actors is None else self.actors.rollout_maker(adapter, metric_lock, finite=True)
         return ProgramRunner(adapter, scorer, self.threads, self.models, finite=True, elsewhere=elsewhere)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import os
 import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from urllib.parse import urlsplit
 
 import anyio
 import dspy
-from dspy.clients.base_lm import BaseLM
 from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import is_retryable_lm_error
 
@@ -23,6 +21,8 @@ from dspy_flashevolve.engine.endpoints import SERVER_SEPARATOR, Endpoints
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.rates import MAX_LIMIT, Unit
 from dspy_flashevolve.engine.redaction import without_secrets
+from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.programs.faults import DSPYS_ACALL, DSPYS_CALL
 
 READ_SECONDS = 5.0
 """How long an answer of ``/metrics`` may take: httpx's own default."""
@@ -31,7 +31,7 @@ MAX_FAILURES = 10
 may restart its endpoint for ten seconds. A round number; without gauges, limits adapt by what requests come to."""
 _SAMPLE = re.compile(r"^vllm:(\w+)(?:\{.*\})? ([^\s]+)", re.MULTILINE)
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 _SETTINGS = {"api_base", "api_key", "rpm", "tpm"}
 _TURNS = itertools.count()
 
@@ -72,7 +72,7 @@ class BalancedLM(dspy.LM):
         """See ``dspy.LM``; asks the next server where one does not answer."""
         for lm, arguments in self._attempts(kwargs):
             try:
-                return _call(lm, prompt, messages=messages, **arguments)
+                return DSPYS_CALL(lm, prompt, messages=messages, **arguments)
             except Exception as error:
                 if lm is self or not is_retryable_lm_error(error):
                     raise
@@ -83,7 +83,7 @@ class BalancedLM(dspy.LM):
         """See :meth:`__call__`."""
         for lm, arguments in self._attempts(kwargs):
             try:
-                return await _acall(lm, prompt, messages=messages, **arguments)
+                return await DSPYS_ACALL(lm, prompt, messages=messages, **arguments)
             except Exception as error:
                 if lm is self or not is_retryable_lm_error(error):
                     raise
@@ -113,10 +113,6 @@ class BalancedLM(dspy.LM):
 def arguments_for(deployment: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an LM call that ask one server."""
     return {name: deployment[name] for name in ("api_base", "api_key") if name in deployment}
-
-
-_call: Any = getattr(BaseLM.__call__, "__wrapped__", BaseLM.__call__)
-_acall: Any = getattr(BaseLM.acall, "__wrapped__", BaseLM.acall)
 
 
 def _check(deployments: Sequence[Mapping[str, Any]]) -> None:

@@ -2,8 +2,8 @@
 
 dspy's own rules: ``Tool.acall`` calls a function that is no coroutine function on the loop, which waits meanwhile;
 ``Tool.__call__`` raises for a coroutine function, and ``dspy.ReAct`` shows that error to its LM as an observation, so
-that the tool never runs and every example scores as a wrong answer. A rollout's copy of a program has tools that do not
-depend on where it runs:
+that the tool never runs and every example scores as a wrong answer. A rollout's program has tools that do not depend on
+where it runs:
 
 ======================  =============================  =====================================================
 the tool's function     the program is on the loop     the program is in a thread
@@ -20,8 +20,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import logging
-from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any, cast
 
@@ -31,8 +29,13 @@ from dspy.primitives.module import Module
 from dspy.utils.callback import with_callbacks
 
 from dspy_flashevolve.engine.loop import LoopPortal, Threads
+from dspy_flashevolve.engine.texts import logger_named
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
+
+
+_call: Any = getattr(Tool.__call__, "__wrapped__", Tool.__call__)
+"""dspy's own way, without its callbacks."""
 
 
 def tools_of(program: Module) -> list[Any]:
@@ -80,26 +83,20 @@ class ToolCalls:
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
         self._warned = False
-        self._for_loop, self._for_thread = cache(self._loop_class), cache(self._thread_class)
+        self._class_for = cache(self._subclass)
 
-    def prepare_for_loop(self, program: Module) -> None:
-        """Let the copy's tools that may hold up the loop run in threads when they are awaited."""
-        self._replace(program, self._for_loop, is_blocking_tool)
+    def prepare(self, program: Module) -> None:
+        """Let a program's tools run where they belong, wherever the program runs; ``program`` is a copy."""
 
-    def prepare_for_thread(self, program: Module) -> None:
-        """Let the copy's tools run their coroutines on the run's loop, wherever they are called."""
-        self._replace(program, self._for_thread, lambda tool: True)
-
-    def _replace(self, program: Module, class_for: Callable[[type], type], concerns: Callable[[Any], bool]) -> None:
         def replaced(tool: Any) -> Any:
             kind = type(tool)
             # A class with calls of its own knows what it does.
             is_dspys = isinstance(tool, Tool) and kind.acall is Tool.acall and kind.__call__ is Tool.__call__
-            if not is_dspys or not concerns(tool):
+            if not is_dspys:
                 return tool
             result = copy.copy(tool)
             # Only the calls change: its function stays what programs and interpreters see.
-            object.__setattr__(result, "__class__", class_for(kind))
+            object.__setattr__(result, "__class__", self._class_for(kind, is_blocking_tool(tool)))
             return result
 
         modules: list[tuple[str, Any]] = list(program.named_sub_modules())
@@ -111,15 +108,12 @@ class ToolCalls:
             elif type(tools) in (list, tuple):
                 module.tools = type(tools)(map(replaced, tools))
 
-    def _loop_class(self, kind: type) -> type:
-        async def acall(tool: Any, **kwargs: Any) -> Any:
-            result = await self._threads.run(tool.func, **tool._validate_and_parse_args(**kwargs))
-            return await result if inspect.iscoroutine(result) else result
+    def _subclass(self, kind: type, blocks: bool) -> type:
+        """Make a class of the same name with other calls; dspy's callbacks are told of them as of the tool's own."""
 
-        return _subclass(kind, acall=acall)
-
-    def _thread_class(self, kind: type) -> type:
         def call(tool: Any, **kwargs: Any) -> Any:
+            if self._is_on_loop():
+                return _call(tool, **kwargs)
             result = tool.func(**tool._validate_and_parse_args(**kwargs))
             if not inspect.iscoroutine(result):
                 return result
@@ -127,13 +121,26 @@ class ToolCalls:
             return LoopPortal(self._threads.loop).run(result)
 
         async def acall(tool: Any, **kwargs: Any) -> Any:
-            result = tool.func(**tool._validate_and_parse_args(**kwargs))
+            arguments = tool._validate_and_parse_args(**kwargs)
+            if self._is_on_loop():
+                result = await self._threads.run(tool.func, **arguments) if blocks else tool.func(**arguments)
+                return await result if inspect.iscoroutine(result) else result
+            result = tool.func(**arguments)
             if not inspect.iscoroutine(result):
                 return result
             # The loop of this thread ends with the rollout; what a tool keeps open belongs to the run's.
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(result, self._threads.loop))
 
-        return _subclass(kind, __call__=call, acall=acall)
+        members: dict[str, Any] = {"__call__": with_callbacks(call), "acall": with_callbacks(acall)}
+        return type(kind)(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
+
+    def _is_on_loop(self) -> bool:
+        """Whether this is the run's loop; before the run has used a thread, there is no other."""
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        return running is getattr(self._threads, "loop", running)
 
     def _warn_once(self, name: str) -> None:
         if not self._warned and not dspy.settings.allow_tool_async_sync_conversion:
@@ -144,9 +151,3 @@ class ToolCalls:
                 "dspy.configure(allow_tool_async_sync_conversion=True), or dspy refuses to call the tool.",
                 name,
             )
-
-
-def _subclass(kind: type, **calls: Callable[..., Any] | Callable[..., Awaitable[Any]]) -> type:
-    """Make a class of the same name with other calls; dspy's callbacks are told of them as of the tool's own."""
-    members: dict[str, Any] = {name: with_callbacks(call) for name, call in calls.items()}
-    return type(kind)(kind.__name__, (kind,), {**members, "__module__": kind.__module__})

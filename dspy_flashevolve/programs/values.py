@@ -23,6 +23,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property
+from types import ModuleType
 from typing import Any, TypeVar, cast
 from uuid import UUID
 
@@ -43,6 +44,11 @@ def _span(text: str) -> timedelta:
     return timedelta(days, seconds, microseconds)
 
 
+def fraction_of(text: str) -> Fraction:
+    """Read "1/3", and no text with an exponent, which may stand for a number that fills the memory."""
+    return Fraction(*map(int, text.split("/")))
+
+
 TEXTS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
     date: (date.isoformat, date.fromisoformat),
@@ -50,7 +56,7 @@ TEXTS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     time: (time.isoformat, time.fromisoformat),
     timedelta: (lambda value: f"{value.days} {value.seconds} {value.microseconds}", _span),
     Decimal: (str, Decimal),
-    Fraction: (str, Fraction),
+    Fraction: (str, fraction_of),
     UUID: (str, UUID),
     complex: (repr, complex),
 }
@@ -149,9 +155,9 @@ def encode(value: Any) -> Any:
 
 
 def _numpys_numbers() -> tuple[Any, ...]:
-    """Return the base class of numpy's numbers; nothing where nobody has imported numpy."""
+    """Return the base classes of numpy's numbers; nothing where nobody has imported numpy."""
     numpy: Any = sys.modules.get("numpy")
-    return () if numpy is None else (numpy.generic,)
+    return () if numpy is None else (numpy.number, numpy.bool_)
 
 
 def _encode_items(value: dict[str, Any]) -> dict[str, Any]:
@@ -219,16 +225,22 @@ def _read_prediction(data: list[Any]) -> dspy.Prediction:
 
 
 def _read_model(data: list[Any]) -> BaseModel:
-    module, qualified, values, set_fields, extra, private = data
-    kind = _class_named(module, qualified, BaseModel)
-    values = decode(values)
-    if values.keys() - kind.model_fields.keys():
-        raise InexactError(f"{module}.{qualified} has other fields now")
-    model = object.__new__(kind)
-    state = {"__dict__": values, "__pydantic_fields_set__": decode(set_fields)}
-    state |= {"__pydantic_extra__": decode(extra), "__pydantic_private__": decode(private)}
-    BaseModel.__setstate__(model, state)
+    module, qualified, *state = data
+    model = object.__new__(_class_named(module, qualified, BaseModel))
+    fill_model(model, *map(decode, state))
     return model
+
+
+def fill_model(model: BaseModel, values: dict[str, Any], set_fields: Any, extra: Any, private: Any) -> None:
+    """Give a model, made by ``object.__new__``, its state, without its validators.
+
+    Raises:
+        InexactError: it has other fields.
+    """
+    if values.keys() - type(model).model_fields.keys():
+        raise InexactError(f"{type(model).__module__}.{type(model).__qualname__} has other fields now")
+    state = {"__dict__": values, "__pydantic_fields_set__": set_fields}
+    BaseModel.__setstate__(model, state | {"__pydantic_extra__": extra, "__pydantic_private__": private})
 
 
 def _read_dataclass(data: list[Any]) -> Any:
@@ -237,9 +249,20 @@ def _read_dataclass(data: list[Any]) -> Any:
     if not is_dataclass(kind) or values.keys() != {field.name for field in fields(kind)}:
         raise InexactError(f"{module}.{qualified} has other fields now")
     result = object.__new__(kind)
-    for name, item in values.items():
-        object.__setattr__(result, name, decode(item))
+    fill_dataclass(result, _decode_items(values))
     return result
+
+
+def fill_dataclass(target: Any, values: dict[str, Any]) -> None:
+    """Give an object of a dataclass, made by ``object.__new__``, its fields.
+
+    Raises:
+        InexactError: it has other fields.
+    """
+    if values.keys() - {field.name for field in fields(target)}:
+        raise InexactError(f"{type(target).__module__}.{type(target).__qualname__} has other fields now")
+    for name, value in values.items():
+        object.__setattr__(target, name, value)
 
 
 def _read_named_tuple(data: list[Any]) -> Any:
@@ -248,6 +271,13 @@ def _read_named_tuple(data: list[Any]) -> Any:
     if len(items) != len(getattr(kind, "_fields", ())):
         raise InexactError(f"{module}.{qualified} has other fields now")
     return tuple.__new__(kind, [decode(item) for item in items])
+
+
+def _read_number(data: list[Any]) -> Any:
+    kind = imported("numpy", data[0])
+    if not isinstance(kind, type) or not issubclass(kind, _numpys_numbers()):
+        raise InexactError(f"numpy has no numbers {data[0]} any more")
+    return kind(decode(data[1]))
 
 
 def _read_enum(data: list[Any]) -> Any:
@@ -266,7 +296,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "s": lambda data: {decode(item) for item in data},
     "z": lambda data: frozenset(decode(item) for item in data),
     "c": lambda data: TEXTS[TEXT_NAMES[data[0]]][1](data[1]),
-    "n": lambda data: _class_named("numpy", data[0], *_numpys_numbers())(decode(data[1])),
+    "n": _read_number,
     "f": lambda data: FailedPrediction(*map(decode, data)),
     "p": lambda data: dspy.Prediction(**_decode_items(data)),
     "P": _read_prediction,
@@ -291,14 +321,23 @@ def _name(kind: type, base: type) -> tuple[str, str]:
 
 
 def _class_named(module: str, qualified: str, base: T) -> T:
-    """Find a class that the program has imported already; nothing is imported by a name that stands in a file.
+    """Find a class that the program has imported already.
 
     Raises:
-        InexactError: there is none of this name, or it is no subclass of ``base``.
+        InexactError: there is none of this name, it is no subclass of ``base``, or does something when objects go.
+    """
+    held = imported(module, qualified)
+    if not isinstance(held, type) or not issubclass(held, base) or hasattr(held, "__del__"):
+        raise InexactError(f"no {base.__name__} {module}.{qualified} is imported")
+    return cast(T, held)
+
+
+def imported(module: str, qualified: str) -> Any:
+    """Find what a name in a file stands for; None where nothing of that name is imported.
+
+    Nothing is imported by it, and no code runs: a module may import, or do anything, where it is asked for a name.
     """
     held: Any = sys.modules.get(module)
     for part in qualified.split("."):
-        held = getattr(held, part, None)
-    if not isinstance(held, type) or not issubclass(held, base):
-        raise InexactError(f"no {base.__name__} {module}.{qualified} is imported")
-    return cast(T, held)
+        held = vars(held).get(part) if isinstance(held, ModuleType | type) else None
+    return held

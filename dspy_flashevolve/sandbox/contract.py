@@ -26,6 +26,10 @@ MOST_DEPTH = 50
 """How deeply lists and objects of a frame may be nested. Python's JSON encoder stops at some 1,000 levels: the margin
 lets the host put what it accepted into messages and files of its own."""
 
+MOST_VALUES = 10_000
+"""Values of a request, or of a field that a candidate returns, its lists and objects included: pydantic, which checks
+them, makes an error of a kilobyte for each that is wrong. A round number, ten times a prompt of a hundred turns."""
+
 
 class SandboxError(FlashEvolveError):
     """The sandbox itself failed, not the candidate: nothing is scored."""
@@ -265,6 +269,22 @@ def decode(payload: bytes, most_depth: int | None = MOST_DEPTH) -> dict[str, Any
     if "\\ud" in text.lower():  # an escaped surrogate: `encode` writes none, but a candidate may
         message = json.loads(encode(cast("dict[str, Any]", message))[HEADER.size :])
     return cast("dict[str, Any]", message)
+
+
+def has_many_values(value: Any) -> bool:
+    """Whether JSON data has more than MOST_VALUES values.
+
+    >>> has_many_values({"rows": [1] * 20_000}), has_many_values([1, [2]])
+    (True, False)
+    """
+    count, pending = 0, [[value]]
+    while pending and count <= MOST_VALUES:
+        inner = pending.pop()
+        count += len(inner)
+        if count <= MOST_VALUES:
+            values = inner.values() if isinstance(inner, dict) else inner
+            pending += [each for each in values if isinstance(each, dict | list)]
+    return count > MOST_VALUES
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import os
 import signal
@@ -25,9 +24,11 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictFloat, StrictInt, 
 
 import dspy_flashevolve
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.sandbox.confinement import LAYERS, Layers
 from dspy_flashevolve.sandbox.contract import (
     HEADER,
+    MOST_VALUES,
     REASONS,
     CallLm,
     Failure,
@@ -41,9 +42,10 @@ from dspy_flashevolve.sandbox.contract import (
     WireError,
     decode,
     encode,
+    has_many_values,
 )
 
-logger = logging.getLogger(__name__)
+logger = logger_named(__name__)
 _ROOT = str(Path(dspy_flashevolve.__file__).parent.parent)
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -546,6 +548,8 @@ def parse_request(message: Any) -> LmRequest:
     Traceback (most recent call last):
     dspy_flashevolve.sandbox.contract.WireError: an LM request with options.api_base: Extra inputs are not permitted
     """
+    if has_many_values(message):
+        raise WireError(f"an LM request of more than {MOST_VALUES:,} values")
     try:
         read = _Request.model_validate(message).model_dump(exclude_unset=True)
     except ValidationError as error:

@@ -19,7 +19,7 @@ from dspy_flashevolve.sim.faults import Faults
 from dspy_flashevolve.sim.process import SimServer
 from dspy_flashevolve.sim.profiles import PROFILES, LengthLaw, Profile
 from dspy_flashevolve.sim.quota import Quota
-from dspy_flashevolve.sim.reply_model import REPLY_MODELS, ReplyModel
+from dspy_flashevolve.sim.replies import REPLY_MODELS, ReplyModel
 
 if TYPE_CHECKING:
     from dspy_flashevolve.sim.task import HouseRules

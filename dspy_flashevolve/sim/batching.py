@@ -6,13 +6,14 @@ A sequence goes through these states; nothing here sleeps, and time comes from a
               (FIFO,     (fixed      (one at a     (all at the same rate,
               no place)  delay)      time, FIFO)   processor sharing)
 
-The arithmetic of decoding is in `decoding`; an event is O(log n).
+`DecodingPool` is the arithmetic of decoding, `BatchDriver` runs the model on an event loop; an event is O(log n).
 This is the processor-sharing view of iteration-level scheduling (Orca, Yu et al., OSDI 2022; vLLM, Kwon et al.,
 SOSP 2023).
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import math
 from collections import OrderedDict, deque
@@ -20,8 +21,109 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from dspy_flashevolve.sim.decoding import DecodingPool
 from dspy_flashevolve.sim.profiles import Profile
+
+
+class DecodingPool:
+    """The sequences that decode now, as processor sharing in closed form. It is told how many seconds pass.
+
+    All sequences advance at one common rate, so one number, the tokens that a sequence would have written had it
+    decoded from the beginning (`progress`), says when each of them ends: a sequence that joins at progress p with n
+    tokens to write ends at the mark p + n. A heap over the marks makes joining and ending O(log n).
+
+    A step, one token for each of n sequences, takes base + c * (tokens in the KV cache), and adds n tokens to the
+    cache. So x steps take (base + c * cached) * x + c * n * x^2 / 2, which can be inverted.
+
+    Args:
+        profile: Gives the time of a step.
+
+    Examples:
+        >>> from dspy_flashevolve.sim.profiles import PROFILES
+        >>> pool = DecodingPool(PROFILES["api-gpt-4o-mini"])
+        >>> pool.join(number=0, prompt_tokens=350, output_tokens=620)
+        >>> round(pool.seconds_to_next_end(), 2)
+        10.0
+        >>> pool.pass_seconds(5.0)
+        >>> round(pool.written_tokens)
+        310
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._joined: dict[int, tuple[int, float]] = {}
+        self._marks: list[tuple[float, int]] = []
+        self._progress = 0.0
+        self._prompt_tokens = 0
+        self._sum_of_joins = 0.0
+        self._queued_prompt_tokens = 0
+        self._written = 0.0
+
+    def __len__(self) -> int:
+        return len(self._joined)
+
+    @property
+    def written_tokens(self) -> float:
+        """Tokens written since the beginning, also by sequences that left."""
+        return self._written
+
+    @property
+    def cached_tokens(self) -> float:
+        """Prompt and output tokens of the sequences that decode now."""
+        return self._prompt_tokens + len(self) * self._progress - self._sum_of_joins
+
+    def set_queued_prompt_tokens(self, tokens: int) -> None:
+        """Say how many prompt tokens wait for a shared prefill or are in it: they make steps longer."""
+        self._queued_prompt_tokens = tokens
+
+    def join(self, number: int, prompt_tokens: int, output_tokens: int) -> None:
+        """Add a sequence whose prefill is over."""
+        self._joined[number] = (prompt_tokens, self._progress)
+        self._prompt_tokens += prompt_tokens
+        self._sum_of_joins += self._progress
+        heapq.heappush(self._marks, (self._progress + output_tokens, number))
+
+    def leave(self, number: int) -> None:
+        """Take a sequence out before its end."""
+        prompt_tokens, join = self._joined.pop(number)
+        self._prompt_tokens -= prompt_tokens
+        self._sum_of_joins -= join
+        if not self._joined:
+            # Rounding errors would otherwise grow over the life of a server.
+            self._progress = self._sum_of_joins = 0.0
+            self._marks.clear()
+
+    def seconds_to_next_end(self) -> float:
+        """Seconds until a sequence has written its last token; infinite when none decodes."""
+        while self._marks and self._marks[0][1] not in self._joined:
+            heapq.heappop(self._marks)
+        if not self._marks:
+            return math.inf
+        tokens = max(0.0, self._marks[0][0] - self._progress)
+        step, growth = self._step()
+        return step * tokens + growth * tokens * tokens / 2
+
+    def pass_seconds(self, seconds: float) -> None:
+        """Let time pass, at most `seconds_to_next_end()`."""
+        if not self._joined:
+            return
+        step, growth = self._step()
+        tokens_each = 2 * seconds / (step + math.sqrt(step * step + 2 * growth * seconds))
+        self._progress += tokens_each
+        self._written += tokens_each * len(self)
+
+    def end_next(self) -> int:
+        """Take out the sequence that has written its last token, and return its number."""
+        mark, number = heapq.heappop(self._marks)
+        self._written += mark - self._progress
+        self.leave(number)
+        return number
+
+    def _step(self) -> tuple[float, float]:
+        """Seconds of a step now, and seconds that each step adds to the next one."""
+        each = self._profile.step_seconds_per_cached_token
+        base = self._profile.step_without_cache_seconds(len(self), self._queued_prompt_tokens)
+        return base + each * self.cached_tokens, each * len(self)
+
 
 EventKind = Literal["first_token", "finished"]
 
@@ -260,3 +362,90 @@ class ContinuousBatching:
         del self._sequences[number]
         self._events.append(Event("finished", number, self._now))
         self._fill_places()
+
+
+LATE_SECONDS = 1e-6
+"""The timer is set this much after a change, so that rounding never makes it fire before the change is due. It is far
+below the shortest step of a profile, 7 milliseconds."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A sequence that is being generated.
+
+    Attributes:
+        number: The model's number of the sequence.
+        started: When it was submitted, in model seconds.
+        first_token: Done when the prefill is over.
+        finished: Done when the last token is written; its result is the model time of that.
+    """
+
+    number: int
+    started: float
+    first_token: asyncio.Future[None]
+    finished: asyncio.Future[float]
+
+
+class BatchDriver:
+    """Lets a `ContinuousBatching` run in real time. Use it in the thread of the running event loop only.
+
+    Args:
+        profile: Rates and limits.
+        time_scale: Model seconds a wall second, above 0.
+    """
+
+    def __init__(self, profile: Profile, time_scale: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._time_scale = time_scale
+        self._origin = self._loop.time()
+        self._model = ContinuousBatching(profile, clock=self.now)
+        self._generations: dict[int, Generation] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def now(self) -> float:
+        """Model seconds since the driver was made."""
+        return (self._loop.time() - self._origin) * self._time_scale
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences that run or wait."""
+        return self._model.in_flight
+
+    def load(self) -> Load:
+        """State and totals of the batch."""
+        return self._model.load()
+
+    def submit(self, prompt_tokens: int, output_tokens: int) -> Generation:
+        """Start a sequence; the caller must `release` it in the end, finished or not."""
+        number = self._model.submit(prompt_tokens, output_tokens)
+        generation = Generation(number, self.now(), self._loop.create_future(), self._loop.create_future())
+        self._generations[number] = generation
+        self._pump()
+        return generation
+
+    def release(self, generation: Generation) -> bool:
+        """Free the sequence's place; True if it was not finished. A second call does nothing and returns False."""
+        if self._generations.pop(generation.number, None) is None:
+            return False
+        self._model.cancel(generation.number)
+        self._pump()
+        return True
+
+    def _pump(self) -> None:
+        for event in self._model.advance():
+            generation = self._generations.get(event.sequence)
+            if generation is None:
+                continue
+            # A client that went away has cancelled the future it waited for, and not yet released its place.
+            if event.kind == "first_token":
+                if not generation.first_token.done():
+                    generation.first_token.set_result(None)
+                continue
+            del self._generations[event.sequence]
+            if not generation.finished.done():
+                generation.finished.set_result(event.time)
+        if self._timer is not None:
+            self._timer.cancel()
+        change = self._model.next_change()
+        due = None if change is None else self._origin + change / self._time_scale + LATE_SECONDS
+        self._timer = None if due is None else self._loop.call_at(due, self._pump)

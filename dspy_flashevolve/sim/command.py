@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dspy_flashevolve.sim.faults import DRAWN_KINDS, Faults
 from dspy_flashevolve.sim.process import require_aiohttp
 from dspy_flashevolve.sim.profiles import PROFILES, profile_named
-from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, REPLY_MODELS
+from dspy_flashevolve.sim.replies import DEFAULT_MODEL, REPLY_MODELS
 
 if TYPE_CHECKING:
     from dspy_flashevolve.sim.server import ServerConfig

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dspy_flashevolve.sim.reply_model import Choices
+from dspy_flashevolve.sim.words import Choices
 
 DrawnKind = Literal[
     "server_error",

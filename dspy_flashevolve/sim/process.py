@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import base64
 import importlib.util
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
 import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from dspy_flashevolve.sim.counters import ServerStats
 from dspy_flashevolve.sim.faults import Faults
-from dspy_flashevolve.sim.lineage import Descent, Lineage
-from dspy_flashevolve.sim.profiles import LengthLaw, Profile, profile_named
+from dspy_flashevolve.sim.profiles import Profile, profile_named
 from dspy_flashevolve.sim.quota import Quota
-from dspy_flashevolve.sim.reply_model import ReplyModel, default_reply_model
+from dspy_flashevolve.sim.replies import ReplyModel, default_reply_model
 
 if TYPE_CHECKING:
     from dspy_flashevolve.sim.server import ServerConfig
@@ -74,12 +74,12 @@ class SimServer:
         quota: Quota | None = None,
     ) -> None:
         self._config: dict[str, Any] = {
-            "profile": asdict(profile_named(profile) if isinstance(profile, str) else profile),
+            "profile": profile_named(profile) if isinstance(profile, str) else profile,
             "seed": seed,
             "time_scale": time_scale,
-            "reply_model": asdict(reply_model or default_reply_model()),
-            "faults": None if faults is None else asdict(faults),
-            "quota": None if quota is None else asdict(quota),
+            "reply_model": reply_model or default_reply_model(),
+            "faults": faults,
+            "quota": quota,
             "port": port,
         }
         self._process: subprocess.Popen[str] | None = None
@@ -196,7 +196,7 @@ class SimServer:
 
     def _hand_over(self, process: subprocess.Popen[str], config: dict[str, Any]) -> int:
         stdin, stdout = _pipes(process)
-        stdin.write(json.dumps(config) + "\n")
+        stdin.write(base64.b64encode(pickle.dumps(config)).decode() + "\n")
         stdin.flush()
         line = stdout.readline()
         if not line:
@@ -241,22 +241,9 @@ def child_main() -> None:
     """Run as the server's process: read a configuration from stdin, print the port, and serve until stdin ends."""
     from dspy_flashevolve.sim.server import ServerConfig
 
-    raw = json.loads(sys.stdin.readline())
-    if lineage := raw["reply_model"]["lineage"]:
-        lineage |= {name: Descent(**lineage[name]) for name in ("first", "later")}
-        raw["reply_model"]["lineage"] = Lineage(**lineage)
-    for law in ("task_length", "reflection_length"):
-        raw["profile"][law] = LengthLaw(**raw["profile"][law])
+    arguments = pickle.loads(base64.b64decode(sys.stdin.readline()))  # what this package's own process wrote
     try:
-        config = ServerConfig(
-            profile=Profile(**raw["profile"]),
-            seed=raw["seed"],
-            time_scale=raw["time_scale"],
-            reply_model=ReplyModel(**raw["reply_model"]),
-            faults=None if raw["faults"] is None else Faults(**raw["faults"]),
-            quota=None if raw["quota"] is None else Quota(**raw["quota"]),
-            port=raw["port"],
-        )
+        config = ServerConfig(**arguments)
         asyncio.run(_serve_until_stdin_ends(config))
     except (OSError, ValueError) as error:
         print(json.dumps({"error": str(error)}), flush=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 PromptKind = Literal[
-    "task", "reflection", "integration", "consolidation", "sample_reflection", "curation", "merging", "harness", "other"
+    "task", "reflection", "integration", "consolidation", "sample_reflection", "curation", "harness", "other"
 ]
 
 _OBJECTIVE = "In adhering to this structure, your objective is:"
@@ -28,11 +28,10 @@ _SECTION = re.compile(r"^\[\[ ## (\w{1,200}) ## \]\][ \t]*$", re.MULTILINE)
 _INPUTS: tuple[tuple[PromptKind, frozenset[str]], ...] = (
     ("integration", frozenset({"head_text", "children"})),
     ("integration", frozenset({"current_instruction", "proposed_instructions"})),
-    ("consolidation", frozenset({"evidence", "instruction", "alternatives", "limit"})),
+    ("consolidation", frozenset({"evidence", "instruction", "limit"})),
     ("reflection", frozenset({"current_instruction", "examples_with_feedback"})),
     ("sample_reflection", frozenset({"attempt", "feedback", "cited_bullets"})),
     ("curation", frozenset({"playbook", "sections", "reflection"})),
-    ("merging", frozenset({"similar_bullets"})),
     ("harness", frozenset({"archive_overview", "direction"})),
     ("harness", frozenset({"stale_module", "admitted_since"})),
 )
@@ -70,7 +69,7 @@ class ChatRequest:
 
     Attributes:
         kind: "task" (a dspy program's prompt), "reflection" (a proposer's), "integration" (of stale children, those of
-            `StaleCandidateReflection`, or of Combee's proposals), "sample_reflection", "curation" and "merging"
+            `StaleCandidateReflection`, or of Combee's proposals), "sample_reflection" and "curation"
             (those of a playbook, of `modules.playbook`), "harness" (a proposer's of modules, `AsyncMetaHarness`) or
             "other" (no dspy format).
         content: Everything that the reply may depend on, as one string: messages, temperature, seed, format.

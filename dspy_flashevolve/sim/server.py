@@ -19,16 +19,14 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from dspy_flashevolve.sim import answers
-from dspy_flashevolve.sim.batching import Load
+from dspy_flashevolve.sim.answers import damage, refuse, retry_headers
+from dspy_flashevolve.sim.batching import BatchDriver, Generation, Load
 from dspy_flashevolve.sim.counters import Counters, ServerStats, prometheus_text
-from dspy_flashevolve.sim.driver import BatchDriver, Generation
 from dspy_flashevolve.sim.faults import BODY_KINDS, Fault, Faults
-from dspy_flashevolve.sim.injection import damage, refuse, retry_headers
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B, Profile
 from dspy_flashevolve.sim.prompts import BadRequest, ChatRequest, parse_chat_request
 from dspy_flashevolve.sim.quota import Quota, QuotaCounter
-from dspy_flashevolve.sim.replies import Repeats, Reply, reply_to
-from dspy_flashevolve.sim.reply_model import ReplyModel, default_reply_model
+from dspy_flashevolve.sim.replies import Repeats, Reply, ReplyModel, default_reply_model, reply_to
 
 _MAX_BODY_BYTES = 64 * 2**20
 """Largest request that is read: more than any prompt; aiohttp's own limit, 1 MiB, is less than a long one."""

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import dspy
 
-from dspy_flashevolve.sim.reply_model import Choices, ReplyModel, default_reply_model
-from dspy_flashevolve.sim.words import WORDS, Rule, words_present
+from dspy_flashevolve.sim.replies import ReplyModel, default_reply_model
+from dspy_flashevolve.sim.words import WORDS, Choices, Rule, words_present
 
 _TEMPLATES = (
     "What should a beginner know about {topic}?",

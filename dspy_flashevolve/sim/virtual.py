@@ -19,12 +19,10 @@ from typing import Any
 import dspy
 from dspy.lm15 import Message, RateLimitError, Request, Response, TextPart, Usage
 
-from dspy_flashevolve.sim.batching import Load
-from dspy_flashevolve.sim.driver import BatchDriver
+from dspy_flashevolve.sim.batching import BatchDriver, Load
 from dspy_flashevolve.sim.profiles import Profile, profile_named
 from dspy_flashevolve.sim.prompts import ChatRequest, parse_chat_request
-from dspy_flashevolve.sim.replies import Repeats, reply_to
-from dspy_flashevolve.sim.reply_model import ReplyModel, default_reply_model
+from dspy_flashevolve.sim.replies import Repeats, ReplyModel, default_reply_model, reply_to
 from dspy_flashevolve.sim.virtual_loop import FOREIGN, LOOP_OF, VirtualLoop, run
 
 __all__ = ["SimulatedModel", "VirtualLoop", "run"]

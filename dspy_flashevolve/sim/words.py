@@ -5,6 +5,7 @@ No word lies inside another one or occurs in the filler, so that a word in a rep
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -152,3 +153,26 @@ def words_present(text: str, wanted: Iterable[str]) -> list[str]:
     """Return those of `wanted` that occur in the text as whole words, in any case."""
     present = set(_TOKEN.findall(text.lower()))
     return [word for word in wanted if word in present]
+
+
+class Choices:
+    """Random choices that depend on a seed, a content and the name of the choice only.
+
+    Examples:
+        >>> Choices(0, "abc").uniform("x") == Choices(0, "abc").uniform("x")
+        True
+    """
+
+    def __init__(self, seed: int, content: str) -> None:
+        text = f"{seed}\0{content}".encode("utf-8", "surrogatepass")
+        self._state = hashlib.blake2b(text, digest_size=16).digest()
+
+    def uniform(self, name: str) -> float:
+        """Return a number strictly between 0 and 1."""
+        digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), key=self._state, digest_size=8).digest()
+        # 52 bits and a half fit a float's 53 exactly, so that 0 and 1 cannot come out by rounding.
+        return ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2.0**52
+
+    def index(self, name: str, size: int) -> int:
+        """Return a whole number from 0 to size - 1; `size` is at least 1."""
+        return min(size - 1, int(self.uniform(name) * size))

@@ -48,7 +48,6 @@ class Case:
     max_rounds: int = 2
     curator_frequency: int = 1
     no_ground_truth: bool = False
-    merge: bool = False
 
     def draw(self, *shown: object) -> int:
         return hashed(self.seed, *shown) % 1000
@@ -81,19 +80,6 @@ def addition_for(case: Case, bullets: list[str], reflection: str) -> str | None:
 def spelled(number: int) -> str:
     """A number in letters: bullets with different digits never count as near-duplicates."""
     return str(number).translate(str.maketrans("0123456789", "abcdefghij"))
-
-
-def is_near(case: Case, first: str, second: str) -> bool:
-    """Whether two bullets count as near-duplicates."""
-    return topic(case, first) == topic(case, second)
-
-
-def topic(case: Case, content: str) -> int:
-    return case.draw("topic", content) % 4
-
-
-def merged_text(case: Case, lines: list[str]) -> str:
-    return f"Merged {spelled(case.draw('merge', lines))}."
 
 
 # The reference's loop.
@@ -135,23 +121,6 @@ class Reference:
         elif content is not None:  # the one difference: what a bullet says already is no second bullet, but praise
             next(bullet for bullet in self.bullets if bullet.content == content).helpful += 1
 
-    def merge(self) -> None:
-        groups: list[list[Bullet]] = []
-        for bullet in self.bullets:
-            group = next((group for group in groups if is_near(self.case, group[0].content, bullet.content)), None)
-            groups += [[bullet]] if group is None else []
-            if group is not None:
-                group.append(bullet)
-        for group in groups:
-            if len(group) > 1:
-                lines = [str(bullet) for bullet in group]
-                self.calls.append(("merge", lines))
-                first, *others = group
-                first.content = merged_text(self.case, lines)
-                first.helpful += sum(bullet.helpful for bullet in others)
-                first.harmful += sum(bullet.harmful for bullet in others)
-                self.bullets = [bullet for bullet in self.bullets if bullet not in others]
-
     def sample(self, step: int, question: str) -> None:
         answer, cited = self.generate(question, "")
         reflection = ""
@@ -165,8 +134,6 @@ class Reference:
                     break
         if step % self.case.curator_frequency == 0:
             self.curate(step, question, reflection)
-            if self.case.merge:
-                self.merge()
 
 
 def reference(case: Case) -> Reference:
@@ -198,10 +165,6 @@ class Recorder:
     calls: list[Call] = field(default_factory=list[Call])
 
     def __call__(self, prompt: str) -> str:
-        if "[[ ## similar_bullets ## ]]" in prompt:
-            lines = lines_in(section(prompt, "similar_bullets"))
-            self.calls.append(("merge", lines))
-            return reply_for("", content=merged_text(self.case, lines))
         if "[[ ## cited_bullets ## ]]" in prompt and "[[ ## attempt ## ]]" in prompt:
             return self.reflected(prompt)
         if "[[ ## operations ## ]]" in prompt:
@@ -237,9 +200,6 @@ def lockstep(case: Case) -> tuple[list[Call], list[str]]:
     """The calls of AsyncACE in lockstep on the same samples, and the lines of its last playbook, as it is validated."""
     recorder = Recorder(case)
 
-    def embedder(texts: list[str]) -> list[list[float]]:
-        return [[float(topic(case, text) == number) for number in range(4)] for text in texts]
-
     questions = [f"q{step}" for step in range(1, case.samples + 1)]
     trainset = [dspy.Example(question=question, answer="right").with_inputs("question") for question in questions]
     optimizer = AsyncACE(
@@ -251,9 +211,6 @@ def lockstep(case: Case) -> tuple[list[Call], list[str]]:
         no_ground_truth=case.no_ground_truth,
         token_budget=10**6,
         eval_every=10**6,
-        refinement="proactive" if case.merge else None,
-        deduplicate=0.9,
-        embedder=embedder,
     )
     validation = [dspy.Example(question="validation", answer="right").with_inputs("question")]
 
@@ -274,7 +231,6 @@ CASES = st.builds(
     max_rounds=st.integers(1, 3),
     curator_frequency=st.integers(1, 4),
     no_ground_truth=st.booleans(),
-    merge=st.booleans(),
 )
 
 
@@ -286,10 +242,10 @@ def test_lockstep_makes_the_calls_of_the_reference_loop_and_comes_to_its_playboo
     assert last == loop.lines
 
 
-def test_the_cases_cover_corrected_samples_moved_counters_skipped_curators_and_merges() -> None:
-    loop = reference(Case(samples=30, epochs=2, max_rounds=3, curator_frequency=2, merge=True))
+def test_the_cases_cover_corrected_samples_moved_counters_and_skipped_curators() -> None:
+    loop = reference(Case(samples=30, epochs=2, max_rounds=3, curator_frequency=2))
     kinds = [call[0] for call in loop.calls]
-    assert all(kinds.count(kind) > 5 for kind in ("generate", "reflect", "curate", "merge"))
+    assert all(kinds.count(kind) > 5 for kind in ("generate", "reflect", "curate"))
     assert kinds.count("curate") == 30
     assert {True, False} == {call[4] for call in loop.calls if call[0] == "reflect"}
     assert any(bullet.helpful and bullet.harmful for bullet in loop.bullets)

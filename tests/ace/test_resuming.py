@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -21,7 +20,7 @@ from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE
 from tests.ace.child import SLOTS, VAL, SlowChain, facts, replies, run
-from tests.fakes import digits, examples, fake_lm, hashed, reply_for
+from tests.fakes import digits, examples, fake_lm
 from tests.killing import killed_after
 
 TRAIN = examples("t", 10)
@@ -132,32 +131,6 @@ def test_aborted_samples_run_again_with_what_was_paid_for_them(tmp_path: Path, s
     assert stats.samples == stats.operations["add"] == len(TRAIN)
     assert "said already" not in stats.problems
     assert list(wrongs(tmp_path)) == []
-
-
-def merging_replies(prompt: str) -> str:
-    """The replies of a curator whose bullets have no digits, which would keep them apart, and of what merges them."""
-    letters = str(hashed(prompt) % 10**6).translate(str.maketrans("0123456789", "abcdefghij"))
-    if "[[ ## similar_bullets ## ]]" in prompt:
-        return reply_for("", content=f"Merged {letters}.")
-    return re.sub(r"Insight \d+\.", f"Insight {letters}.", replies(prompt))
-
-
-@pytest.mark.parametrize("schedule", ["async", "lockstep"])
-def test_merges_are_kept_and_no_sample_is_lost_or_applied_twice_for_them(tmp_path: Path, schedule: Any) -> None:
-    def topics(texts: list[str]) -> list[list[float]]:
-        return [[float(hashed(text) % 4 == topic) for topic in range(4)] for text in texts]
-
-    refining: dict[str, Any] = {"refinement": "proactive", "deduplicate": 0.9, "embedder": topics}
-    for at in (25, 30):
-        with pytest.raises(RunAbortedError):
-            compiled(tmp_path / "run", at, schedule=schedule, reply=merging_replies, **refining)
-        assert list(wrongs(tmp_path)) == []
-    program, asked = compiled(tmp_path / "run", schedule=schedule, reply=merging_replies, **refining)
-    operations = program.async_stats.operations
-    assert program.async_stats.samples == operations["add"] == len(TRAIN)
-    assert operations["merge"] > 2
-    assert list(wrongs(tmp_path)) == []
-    assert asked.calls < 120, "what was answered before is not asked again"
 
 
 def test_a_run_that_is_over_pays_nothing_more_and_goes_on_with_more_epochs(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def score(text: str) -> float:
 def learnt(lessons: list[str], metric: Any = lambda gold, pred: score(pred.answer), **options: Any) -> Any:
     asked: dict[str, Any] = {
         "num_threads": 1, "eval_every": 1, "max_rounds": 1, "reflector": Reflects(), "curator": curator(lessons),
-        "refinement": None, **options,
+        **options,
     }  # fmt: skip
     optimizer = AsyncACE(metric, **asked)
     made: Any = run(lambda: optimizer.acompile(Student(), trainset=EXAMPLES, valset=EXAMPLES))
@@ -63,7 +63,7 @@ def texts(program: Any) -> list[str]:
     return [bullet.content for bullet in program.playbook.bullets]
 
 
-LESSONS = ["good one", "bad one", "indifferent", "good two"]
+LESSONS = ["good one", "bad one", "indifferent", "", "", "good two"]
 
 
 def test_what_is_learnt_later_builds_on_the_best_validated_playbook() -> None:
@@ -97,6 +97,6 @@ def test_a_loss_within_chance_rolls_nothing_back(losing: int) -> None:
 
 def test_a_run_that_goes_on_compares_with_what_was_validated_before(tmp_path: Path) -> None:
     learnt(["good one"], log_dir=str(tmp_path), max_metric_calls=26)
-    program = learnt(LESSONS[1:], log_dir=str(tmp_path), max_metric_calls=200)
+    program = learnt(["bad one", "indifferent", "good two"], log_dir=str(tmp_path), max_metric_calls=200)
     assert program.async_stats.rolled_back == 1
     assert texts(program) == ["good one", "good two"]

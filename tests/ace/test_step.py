@@ -9,7 +9,6 @@ from typing import Any
 import anyio
 import dspy
 import pytest
-from dspy.utils.exceptions import LMServerError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,13 +56,11 @@ class Learnt:
 
     Attributes:
         prompts: those of the program.
-        merged: those that ask for one bullet in the place of several.
     """
 
     program: Any
     asked: list[tuple[str, ...]]
     prompts: list[str]
-    merged: list[str]
 
     @property
     def stats(self) -> AceStats:
@@ -80,13 +77,11 @@ class Learnt:
 def learnt(
     *scripts: Script,
     playbook: Playbook = BOOK,
-    merge: str | Exception = MERGED,
     **options: Any,
 ) -> Learnt:
     """A stream of one window, a sample a script, all at once in virtual time."""
     asked: list[tuple[str, ...]] = []
     prompts: list[str] = []
-    merged: list[str] = []
     attempts = [0] * len(scripts)
 
     def metric(gold: Any, pred: Any) -> dspy.Prediction:
@@ -113,11 +108,6 @@ def learnt(
             return dspy.Prediction(operations=[*of(task).operations, {"type": "HUG"}])
 
     def answer(prompt: str) -> str:
-        if "[[ ## similar_bullets ## ]]" in prompt:
-            merged.append(prompt)
-            if isinstance(merge, Exception):
-                raise merge
-            return reply_for(prompt, content=merge)
         prompts.append(prompt)
         return reply_for(prompt, answer="1", cited_bullets="oth-1, oth-2, oth-9")
 
@@ -129,7 +119,7 @@ def learnt(
         with dspy.context(lm=fake_lm(answer)):
             return await optimizer.aadapt(Chain(), stream, window=len(stream), playbook=playbook)
 
-    return Learnt(run(main), asked, prompts, merged)
+    return Learnt(run(main), asked, prompts)
 
 
 RIGHT = (1.0,)
@@ -199,70 +189,6 @@ def test_the_next_attempt_is_shown_the_counters_as_its_own_sample_has_moved_them
         [False, True, False],
         [False, False, True],
     ]
-
-
-# Refinement: near-duplicates become one bullet
-
-
-NEARLY = "Always mind the units of each and every rate", "Always mind the units of each and every single rate"
-TWICE = BOOK.adding("other", NEARLY[0]).tagged([("oth-3", "helpful")])
-REPEATS = Script(RIGHT, operations=[add(NEARLY[1], "mistakes")])
-
-
-def test_proactive_refinement_merges_near_duplicates_after_an_addition_and_adds_up_their_counters() -> None:
-    run = learnt(REPEATS, playbook=TWICE, refinement="proactive")
-    assert run.texts == ["Mind units.", "Round late.", MERGED]
-    assert (run.program.playbook.bullets[2].id, run.program.playbook.bullets[2].helpful) == ("oth-3", 1)
-    [prompt] = run.merged
-    assert f"[oth-3] helpful=1 harmful=0 {NEARLY[0]}\n[mis-4] helpful=0 harmful=0 {NEARLY[1]}" in prompt
-    assert run.stats.operations == {"add": 1, "merge": 1}
-    assert run.stats.requests_by_stage["refine"] == 1
-
-
-def test_lazy_refinement_waits_until_the_playbook_is_nearly_full() -> None:
-    assert learnt(REPEATS, playbook=TWICE).merged == []
-    tokens = TWICE.adding("mistakes", NEARLY[1]).tokens()
-    run = learnt(REPEATS, playbook=TWICE, token_budget=tokens)
-    assert (len(run.merged), run.texts[2], run.stats.evicted) == (1, MERGED, 0)
-
-
-def test_bullets_that_were_there_before_are_merged_too_unless_refinement_is_off() -> None:
-    repeated = TWICE.adding("mistakes", NEARLY[1])
-    assert learnt(Script(RIGHT), playbook=repeated, refinement="proactive").texts[2:] == [MERGED]
-    off = learnt(Script(RIGHT), playbook=repeated, refinement=None, token_budget=repeated.tokens())
-    assert (off.merged, off.texts[2:]) == ([], list(NEARLY))
-
-
-@pytest.mark.parametrize("merge", ["", "</playbook>"])
-def test_what_an_lm_does_not_merge_stays_and_is_not_asked_about_again(merge: str) -> None:
-    run = learnt(REPEATS, *others("Sum first."), playbook=TWICE, refinement="proactive", merge=merge)
-    assert len(run.merged) == 1
-    assert [NEARLY[0] in run.texts, NEARLY[1] in run.texts, "Sum first." in run.texts] == [True] * 3
-    assert run.stats.problems["empty merge"] == 1
-
-
-def test_a_merge_that_the_provider_does_not_answer_leaves_the_sample_applied() -> None:
-    unanswered = LMServerError("down", model="fake/model", provider="fake")
-    run = learnt(REPEATS, playbook=TWICE, refinement="proactive", merge=unanswered)
-    assert (run.stats.samples, run.stats.ended["committed"], run.stats.ended["failed"]) == (1, 1, 0)
-    assert run.stats.problems["refine failed"] == 1
-    assert [NEARLY[0] in run.texts, NEARLY[1] in run.texts] == [True, True]
-
-
-def test_embeddings_say_what_is_near_where_there_are_any_and_words_where_they_fail() -> None:
-    def unlike(texts: list[str]) -> list[list[float]]:
-        return [[float(text == other) for other in (*NEARLY, "Mind units.", "Round late.")] for text in texts]
-
-    def broken(texts: list[str]) -> list[list[float]]:
-        raise OSError("no model")
-
-    def compared(embedder: Any) -> Learnt:
-        return learnt(REPEATS, playbook=TWICE, refinement="proactive", deduplicate=0.9, embedder=embedder)
-
-    assert compared(unlike).merged == []
-    assert len(compared(lambda texts: [[1.0] for _ in texts]).merged) == 1
-    by_words = compared(broken)
-    assert (len(by_words.merged), by_words.stats.problems["embedder failed"]) == (1, 1)
 
 
 # Staleness

@@ -43,15 +43,14 @@ class Climb:
         stages = {"propose": [of.proposer_lm], "evaluate": [student]}
         self.run = DspyRun(name="HillClimber", stages=stages, settings=RunSettings(**of.options))
         self.of, self.trainset, self.runner = of, trainset, self.run.runner(student, of.metric)
-        self.program = student.deepcopy()
-        self.component, self.predictor = self.program.named_predictors()[0]
-        self.best, self.score, self.feedback, self.version = self.predictor.signature.instructions, -1.0, [""], 0
+        self.component, predictor = student.named_predictors()[0]
+        self.best, self.score, self.feedback, self.version = predictor.signature.instructions, -1.0, [""], 0
 
     async def main(self) -> dspy.Module:
         await self.run.evolve(self.step, self, calls_per_step=len(self.trainset))
-        self.predictor.signature = self.predictor.signature.with_instructions(self.best)
-        self.program.stats = self.run.statistics()
-        return self.program
+        program = self.runner.program({self.component: self.best})
+        program.stats = self.run.statistics()
+        return program
 
     def admits(self, load: Load) -> bool:
         """The program is scored as it is before others improve on it."""

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from benchmarks import compare
+from benchmarks.combee import CombeeReflection
 from benchmarks.methods import Limits, async_options, method
 from benchmarks.results import commit
 from benchmarks.runs import Row
 from benchmarks.tasks import TASKS, task_kind
 from benchmarks.trajectory import Point, Trajectory
 from benchmarks.virtual import Setting, VirtualRun, run_virtually
-from dspy_flashevolve import AsyncGEPA, CombeeReflection, Guarded
+from dspy_flashevolve import AsyncGEPA, Guarded
 from dspy_flashevolve.engine.events import Committed
 
 SMALL = Setting(train=12, val=12)
@@ -140,7 +141,7 @@ def test_a_table_compares_medians_and_leaves_failed_runs_out() -> None:
     assert lines["lockstep"][:6] == ["3", "0.300 (0.200-0.400)", "0.300", "+0.200", "1.00", "0.50"]
     assert lines["async"] == [
         "1", "0.700 (0.700-0.700)", "0.700", "+0.600", "3.00", "1.50", "-", "600", "50", "700000", "90000", "0.759",
-        "0.21", "-", "40", "100%", "7",
+        "0.21", "-", "-", "-", "40", "100%", "7",
     ]  # fmt: skip
     assert lines["combee-9"][-2:] == ["-", "0"]
     assert "few, at 120 virtual seconds" in compare.report(rows)
@@ -202,6 +203,24 @@ def test_a_table_has_true_scores_their_time_and_the_time_until_locksteps_last() 
     assert (ours["at 120"], ours["at 600"]) == ("0.150", "0.300")
     assert lines["lockstep"]["seconds to lockstep's score"] == "700 (2/2)"
     assert "at 600 s" in compare.report(rows)
+
+
+def test_with_dspys_cache_a_table_has_the_requests_and_reflections_paid_until_locksteps_score(tmp_path: Path) -> None:
+    out = tmp_path / "runs.jsonl"
+    run = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", "lockstep", "--seconds", "0", "--calls", "60"]
+    for more in (["--cached"], []):
+        assert compare.main([*run, "--train", "6", "--val", "0", "--out", str(out), *more]) == 0
+    cached, other = compare.recorded(out)
+    assert cached.task_requests < cached.metric_calls
+    assert other.task_requests == other.metric_calls
+    assert cached.true_score is not None
+    requests, reflections = cached.paid_to(cached.true_score) or (0, 0)
+    assert 0 < requests <= cached.task_requests
+    assert 0 < reflections <= cached.lm_calls
+    (line,) = [dict(zip(compare.HEADER, line, strict=True)) for line in compare.cells([cached])]
+    assert line["requests paid to it"] == f"{requests} (1/1)"
+    assert line["reflections to it"] == f"{reflections} (1/1)"
+    assert "dspy's cache" in compare.report([cached])
 
 
 def test_a_table_says_how_much_of_the_possible_gain_a_method_has() -> None:

@@ -1,16 +1,15 @@
-"""`python -m benchmarks.lineages`: what became of a parent's parts, the table, the split by runs, recompositions."""
+"""`python -m benchmarks.lineages`: what became of a parent's parts, the table, the split by runs."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import random
 from pathlib import Path
 
 import pytest
 
 from benchmarks import lineages
-from benchmarks.lineages import Pair, fate_of, recomposed, split_by_run
+from benchmarks.lineages import Pair, fate_of, split_by_run
 
 PARENT = """Sort the message into one folder.
 
@@ -55,15 +54,7 @@ def test_runs_are_never_split_between_the_fit_and_its_test() -> None:
     assert len({pair.run for pair in fitted}) == 5
 
 
-def test_a_recomposition_marks_what_comes_from_the_child() -> None:
-    child = PARENT.replace("Leave", "- Put complaints under support.\n- Put job offers under staff.\n- Leave")
-    text = recomposed(Pair("gpt-5", "", PARENT, child.replace("- - ", "- "), False), random.Random(0))
-    assert text is not None
-    assert text.startswith("1 of 2 changes")
-    assert sum(line.startswith("+ ") for line in text.splitlines()) == 1
-
-
-def test_the_command_prints_a_line_for_each_model_both_halves_of_the_fit_and_samples(
+def test_the_command_prints_a_line_for_each_model_and_both_halves_of_the_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FLASHEVOLVE_DATA", str(tmp_path))
@@ -89,5 +80,3 @@ def test_the_command_prints_a_line_for_each_model_both_halves_of_the_fit_and_sam
         for kind in ("first", "later")
     ]  # fmt: skip
     assert {line[5] for line in kept} == {"0.6"}
-    assert lineages.main(["--sample", "3"]) == 0
-    assert capsys.readouterr().out.count("#####") == 3

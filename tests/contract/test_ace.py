@@ -19,8 +19,9 @@ from dspy.utils.exceptions import LMAuthError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.models import REPLY_MODELS
 from dspy_flashevolve import AsyncACE, ConfigurationError, DataError, Playbook, Reflective, RunAbortedError
-from dspy_flashevolve.sim import PROFILES, REPLY_MODELS, HouseRules
+from dspy_flashevolve.sim import PROFILES, HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import left_threads, steps_of
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
@@ -371,11 +372,6 @@ def test_a_key_that_is_refused_ends_the_run_with_the_best_program_so_far() -> No
     assert optimizer.best_so_far() is not None
 
 
-def stand_in(texts: list[str]) -> list[list[float]]:
-    """A stand-in for an embedder: texts that begin with the same letter are alike."""
-    return [[float(text[0] == letter) for letter in "AM"] for text in texts]
-
-
 def test_a_reflector_that_always_raises_is_told_once_and_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(dspy.Module):
         def forward(self, **inputs: Any) -> Any:
@@ -714,23 +710,11 @@ def test_what_a_policy_raises_ends_the_run_with_the_best_program_so_far() -> Non
         ({"metric_lock": 1}, "metric_lock is 1"),
         ({"curator_frequency": 0}, "curator_frequency is 0"),
         ({"no_ground_truth": "no"}, "no_ground_truth is 'no'"),
-        ({"refinement": "eager"}, "refinement is 'eager', expected 'lazy', 'proactive' or None"),
-        *(
-            ({"deduplicate": bad, "embedder": stand_in}, f"deduplicate is {bad}")
-            for bad in (2.0, 0.0, -1.0, 1.1, True, float("nan"))
-        ),
-        ({"embedder": stand_in}, "deduplicate is None"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         AsyncACE(**{"metric": digits, **options})
-
-
-def test_deduplication_without_an_embedder_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'dspy-flashevolve\[ace\]'"):
-        AsyncACE(digits, deduplicate=0.9)
 
 
 def test_data_that_cannot_be_used_is_refused() -> None:

@@ -209,60 +209,6 @@ def test_no_text_is_written_anew_once_max_cost_is_spent() -> None:
     assert asked[1.0]
 
 
-class Rewriting(Reflection):
-    """Puts the whole text in other words with each reflection, and adds a rule of its own.
-
-    ``joins`` makes of a text and of what the alternatives say a new text.
-    """
-
-    def __init__(self, joins: Callable[[str, str], str]) -> None:
-        super().__init__(tidy)
-        self._joins, self.joined = joins, list[str]()
-
-    def __call__(self, prompt: str) -> str:
-        text = field(prompt, "current_instruction" if "`edits`" in prompt else "instruction")
-        if "`edits`" not in prompt:
-            self.joined.append(field(prompt, "alternatives"))
-            return reply(prompt, consolidated=self._joins(text, self.joined[-1]))
-        number, parts = next(self._rules), text.count("\n[") + 1
-        rules = ", ".join(sorted({*rules_in(text), f"rule {number}"}))
-        gone = [{"action": "remove", "part": part, "text": "", "reason": ""} for part in range(2, parts + 1)]
-        whole = f"Wording {number} of the task is to keep all of: {rules}"
-        return reply(prompt, edits=[{"action": "replace", "part": 1, "text": whole, "reason": ""}, *gone])
-
-
-def with_their_rules(text: str, alternatives: str) -> str:
-    rules = sorted({*rules_in(text), *rules_in(alternatives)})
-    return "Answer.\n" + "\n".join(f"- {rule}" for rule in rules)
-
-
-@pytest.mark.parametrize("calls", [79, 200])
-def test_what_rewrites_that_were_made_at_the_same_time_know_comes_together_in_one_text(calls: int) -> None:
-    """With 79 calls the budget pays one last validation, else two."""
-    reflection = Rewriting(with_their_rules)
-    program = compiled(reflection, calls)
-    assert any(alternatives.count("Version") > 1 for alternatives in reflection.joined)
-    generations = max(commit.generation for commit in program.async_stats.commits)
-    assert len(rules_in(text_of(program))) > generations, "a rewrite adds one rule to its parent's"
-    joined = [text for text in map(text_of, program.detailed_results.candidates) if text.startswith("Answer.\n- rule")]
-    assert joined
-    assert len(set(joined)) == len(joined), "none is validated twice"
-
-
-@pytest.mark.parametrize("calls", [100, pytest.param(600, marks=pytest.mark.long)])
-@pytest.mark.parametrize("joins", [lambda text, others: "Answer.", lambda text, others: "", lambda text, others: text])
-def test_a_text_that_joins_nothing_is_not_returned_and_none_is_validated_twice(
-    joins: Callable[[str, str], str], calls: int
-) -> None:
-    reflection = Rewriting(joins)
-    program = compiled(reflection, calls=calls)
-    validated = list(map(text_of, program.detailed_results.candidates))
-    assert len(set(validated)) == len(validated)
-    assert reflection.joined
-    assert text_of(program).startswith("Wording")
-    assert len(rules_in(text_of(program))) > 1
-
-
 def test_a_run_that_was_left_while_its_last_head_is_written_anew_validates_that_head_when_it_goes_on(
     tmp_path: Path,
 ) -> None:

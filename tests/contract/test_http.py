@@ -8,8 +8,9 @@ from typing import Any
 import dspy
 import pytest
 
+from benchmarks.models import REPLY_MODELS
 from dspy_flashevolve import AsyncACE, AsyncGEPA, Reflective
-from dspy_flashevolve.sim import REPLY_MODELS, Faults, HouseRules, SimServer
+from dspy_flashevolve.sim import Faults, HouseRules, SimServer
 from tests.contract.surface import check_ends, check_winner
 
 TASK = HouseRules(rules=12, rules_per_example=4, seed=0, reply_model=REPLY_MODELS["obliging"])
@@ -45,7 +46,7 @@ def test_prompts_are_evolved_and_stale_ones_repaired(server: SimServer, search: 
     kinds = server.stats().by_kind
     assert kinds["reflection"].requests >= stats.proposals > 0
     assert kinds["integration"].requests >= stats.integration_calls > 0
-    assert bool(stats.changes) == (search == "edits")
+    assert not stats.changes or search == "edits", "a repaired child stands for itself"
 
 
 def test_a_playbook_is_learnt(server: SimServer) -> None:

@@ -18,6 +18,7 @@ import pytest
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError
 
 from benchmarks.in_process import InProcessStandIn
+from benchmarks.models import REPLY_MODELS
 from dspy_flashevolve import (
     AsyncMetaHarness,
     ConfigurationError,
@@ -27,7 +28,7 @@ from dspy_flashevolve import (
     Limits,
     RunAbortedError,
 )
-from dspy_flashevolve.sim import REPLY_MODELS, HouseRules
+from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import left_threads, steps_of
 from tests.fakes import fake_lm, reply_for

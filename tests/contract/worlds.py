@@ -13,7 +13,7 @@ from typing import Any
 import dspy
 from dspy.utils.exceptions import LMRateLimitError, LMServerError, LMTimeoutError
 
-from dspy_flashevolve import AsyncGEPA
+from dspy_flashevolve import AsyncGEPA, EditedText
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import Sum
 from tests.fakes import examples, hashed
@@ -138,7 +138,7 @@ class World:
 @dataclass
 class Rules(World):
     """A world whose candidates are lists of rules, one a line: each helps or harms. A child has one more than its
-    parent.
+    parent, as an edit, and the search is the one by edits.
 
     Of several predictors the first one's rules count.
 
@@ -178,14 +178,17 @@ class Rules(World):
             first = hashed("n", self.seed, number) % self.rules
             there = set(candidate[name].splitlines())
             lines = (f"- rule {(first + shift) % self.rules}" for shift in range(self.rules))
-            made[name] = candidate[name] + "\n" + next(line for line in lines if line not in there)
+            rule = next(line for line in lines if line not in there)
+            made[name] = EditedText.of(candidate[name], [{"action": "add", "part": len(there), "text": rule}])
         return made
 
 
 def play(world: World, calls: int | None = 300, **options: Any) -> Any:
     """The program that AsyncGEPA makes of a world's, in virtual time."""
     settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 16, "seed": world.seed, "track_stats": True}
-    settings |= {"instruction_proposer": world, "stale_candidate_reflection": Sum()} | options
+    settings |= {"instruction_proposer": world, "stale_candidate_reflection": Sum()}
+    settings |= {"search": "edits"} if isinstance(world, Rules) else {}
+    settings |= options
     optimizer = AsyncGEPA(world.metric, **settings)
     sets = {"trainset": examples("t", world.train), "valset": examples("v", world.val)}
 

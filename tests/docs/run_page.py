@@ -18,9 +18,10 @@ from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
 
 import dspy_flashevolve
 import dspy_flashevolve.sim as sim
+from benchmarks.models import REPLY_MODELS
 from dspy_flashevolve import AsyncACE, AsyncGEPA, AsyncMetaHarness, Edits
 from dspy_flashevolve.programs.servers import BalancedLM
-from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, SimServer
+from dspy_flashevolve.sim import HouseRules, SimServer
 from tests.adding_an_algorithm.hill_climber import HillClimber
 
 BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

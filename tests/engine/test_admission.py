@@ -69,14 +69,14 @@ def test_while_there_may_be_fewer_slots_the_bounds_shrink_with_them(
 
 @pytest.mark.parametrize(("joins", "alone"), [(True, 8), (None, 1), (False, 2)])
 def test_a_budget_is_spread_by_what_children_are_like(joins: bool | None, alone: int) -> None:
-    rule = SearchWidth(Workflow(), 64, 3, lambda: joins, lambda: 25)
+    rule = SearchWidth(Workflow(), 64, 3, lambda: joins, lambda: 25, True)
     loads = [replace(IDLE, live=live, calls_left=600, calls_per_step=25.0) for live in range(20)]
     assert sum(map(rule.admits, loads)) == alone
     late = [replace(load, calls_left=150, ended=18) for load in loads]
     assert sum(map(rule.admits, late)) == (8 if joins is not False else 1), "changes: as wide as at the beginning"
     endless = [replace(load, calls_left=None) for load in loads]
     assert all(map(rule.admits, endless)), "without a budget of calls nothing is to be spread"
-    given = SearchWidth(Workflow(live_steps=6), 64, 3, lambda: joins, lambda: 25)
+    given = SearchWidth(Workflow(live_steps=6), 64, 3, lambda: joins, lambda: 25, True)
     assert sum(map(given.admits, loads)) == 6
 
 

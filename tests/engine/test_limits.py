@@ -17,7 +17,7 @@ from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, Limi
 from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
-from dspy_flashevolve.sim.driver import BatchDriver
+from dspy_flashevolve.sim.batching import BatchDriver
 from dspy_flashevolve.sim.profiles import PROFILES
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker

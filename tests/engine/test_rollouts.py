@@ -132,6 +132,25 @@ def test_equal_rollouts_in_flight_are_run_and_paid_once() -> None:
     assert (call.runs, sorted(results), bench.rollouts.joined) == (1, [False, True], 1)
 
 
+@pytest.mark.parametrize(("error", "runs"), [("", 1), ("it failed", 2)])
+def test_one_with_a_trace_joins_one_without_unless_that_failed_since_failures_are_told_apart(
+    error: str, runs: int
+) -> None:
+    bench, made = Bench(), list[str]()
+
+    async def call() -> Rollout:
+        made.append("rollout")
+        await anyio.sleep(1.0)
+        return Rollout("output", 0.5, error=error)
+
+    async def one(traced: bool) -> None:
+        key = RolloutKey("c", "val", "example", traced)
+        await bench.rollouts.rollout(key, "screen", ONE, bench.reserved(), call)
+
+    run(lambda: gather([lambda traced=traced: one(traced) for traced in (False, True)]))
+    assert (len(made), bench.budget.spent) == (runs, runs)
+
+
 def test_equal_rollouts_one_after_the_other_are_run_twice() -> None:
     bench, call = Bench(), Taking(1.0)
 

@@ -58,7 +58,7 @@ def test_the_catalogue_has_the_servers_own_schemas_and_annotations(tmp_path: Pat
         async with world(tmp_path) as notes:
             tools = await catalogue_of([notes])
         assert {name: spec.effect for name, spec in tools.items()} == {
-            "check": "read", "list_notes": "read", "write_note": "write", "hang": "read", "die": "read", "fail": "read",
+            "list_notes": "read", "write_note": "write", "hang": "read", "die": "read", "fail": "read",
         }  # fmt: skip
         assert tools["write_note"].input_schema["required"] == ["name", "text"]
         assert tools["list_notes"].output_schema is not None
@@ -76,7 +76,7 @@ def test_candidates_change_copies_the_winner_the_directory_and_no_process_is_lef
 
     async def main() -> dspy.Prediction:
         async with world(tmp_path) as notes:
-            return await answered(notes, planner, width=1, without=["edits"])
+            return await answered(notes, planner, width=1)
 
     made = asyncio.run(main())
     assert made.is_complete
@@ -130,3 +130,13 @@ def test_without_the_sdk_the_error_says_which_extra_to_install(monkeypatch: pyte
 def test_a_server_that_does_not_start_says_so(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="did not start"):
         asyncio.run(DirectoryWorld(tmp_path, {"nothing": [os.devnull]}).list_tools())
+
+
+@pytest.mark.usefixtures("sdk")
+def test_a_server_that_does_not_start_in_time_is_reported_with_the_time_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspy_flashevolve.evoflux.mcp.START_SECONDS", 0.2)
+    slow = DirectoryWorld(tmp_path, {"slow": [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]})
+    with pytest.raises(RuntimeError, match=r"'slow' did not start within 0\.2 seconds"):
+        asyncio.run(catalogue_of([slow]))

@@ -106,7 +106,7 @@ def test_inside_another_run_an_error_of_the_provider_is_that_runs(is_sync: bool,
     def fail() -> str:
         raise ValueError("no")
 
-    program = Evoflux("question -> answer", tools=[write, fail], effects={"fail": "read"}, without=["edits"])
+    program = Evoflux("question -> answer", tools=[write, fail], effects={"fail": "read"})
 
     async def main() -> Any:
         outer = Scheduler(1, ["rollout"], clock=asyncio.get_running_loop().time)

@@ -214,7 +214,7 @@ def test_an_lm_error_of_an_edit_ends_the_search_with_what_was_found() -> None:
             return reply_for(prompt, plan=json.dumps([node("a", "look"), node("b", "verify")]))
         return reply_for(prompt, answer="so far", citations='["a"]')
 
-    program = Evoflux("question -> answer", tools=[shop.look, shop.verify], effects="read", without=["edits"])
+    program = Evoflux("question -> answer", tools=[shop.look, shop.verify], effects="read")
     with dspy.context(lm=lm_of(reply, "lm")):
         made = program(question="?")
     assert (made.answer, made.citations) == ("so far", ["a"])

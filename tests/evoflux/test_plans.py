@@ -232,7 +232,7 @@ def test_a_planner_is_told_of_a_plan_that_could_not_be_read() -> None:
 
 def test_a_planner_is_told_of_a_bad_reply_once() -> None:
     planner = ScriptedPlanner(["while True: find_city()", "find_city(name='X')"], ["find_city(name='Oslo')"])
-    program = Evoflux("question -> answer", TOOLS, effects=READS, without=["edits"])
+    program = Evoflux("question -> answer", TOOLS, effects=READS)
     with dspy.context(lm=planner.lm):
         assert run(lambda: program.acall(question="?")).is_complete
     assert ["no loops" in prompt for prompt in planner.prompts] == [False, True, False, False]

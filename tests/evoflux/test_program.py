@@ -56,7 +56,7 @@ def test_flaws_that_schemas_and_outputs_explain_are_repaired_without_an_lm(flaw:
 def test_an_lm_edits_what_nothing_else_repairs_and_reads_the_feedback_of_the_run() -> None:
     planner = ScriptedPlanner([{"nodes": [{"id": "city", "tool": "find_city", "parameters": {"name": "Olso"}}]}])
     planner.edits = [[{"id": "city", "tool": "find_city", "parameters": {"name": "Oslo"}}]]
-    made = ask(planner, without=["edits"], width=1)
+    made = ask(planner, width=1)
     assert made.is_complete
     assert planner.asked == ["plan", "edit", "answer"]
     assert "KeyError: 'olso'" in planner.prompts[1]
@@ -139,7 +139,7 @@ def test_a_writing_tool_outside_of_the_world_is_not_called_in_a_search() -> None
     }
     right = {"id": "b", "tool": "count", "parameters": {"wanted": 1}, "after": ["a"]}
     planner = ScriptedPlanner([plan], [[right]])
-    made = ask(planner, [ledger.add, ledger.count, mail], {"count": "read"}, world=ledger, without=["edits"])
+    made = ask(planner, [ledger.add, ledger.count, mail], {"count": "read"}, world=ledger)
     assert made.is_complete
     assert (ledger.rows, sent) == (["new"], ["x"])
 
@@ -193,7 +193,6 @@ def test_candidates_write_in_copies_of_the_world_and_the_winner_writes_once() ->
     right = {"id": "b", "tool": "count", "parameters": {"wanted": 2}, "after": ["a"]}
     made = ask(
         ScriptedPlanner([plan], [[right]]), [ledger.add, ledger.count], {"count": "read"}, world=ledger,
-        without=["edits"],
     )  # fmt: skip
     assert made.is_complete
     assert ledger.rows == ["old", "new"]
@@ -210,7 +209,7 @@ def test_what_only_a_copy_of_the_world_saw_is_not_claimed() -> None:
         ]
     }
     planner = ScriptedPlanner([plan])
-    made = ask(planner, [ledger.add, ledger.count], {"count": "read"}, world=ledger, without=["edits"])
+    made = ask(planner, [ledger.add, ledger.count], {"count": "read"}, world=ledger)
     assert not made.is_complete
     assert ledger.rows == []
     assert made.execution.outputs == {}

@@ -1,61 +1,15 @@
-"""The search's decisions: growth, intensity, pruning, score, redesign and staleness."""
+"""The search's decisions: what it repairs, asks for and scores."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import dspy
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dspy_flashevolve.evoflux import Evoflux, Execution, NodeRun
+from dspy_flashevolve.evoflux import Execution, NodeRun
 from dspy_flashevolve.evoflux.search import (
-    FIRST_GROWTH,
-    POPULATION,
-    REDESIGN_BELOW,
-    Candidate,
     evidence,
-    grown,
-    intensity,
-    pruned,
 )
-from dspy_flashevolve.sim.virtual import run
 from tests.evoflux.test_program import ask
-from tests.evoflux.worlds import ScriptedPlanner, workflow
-
-
-def candidate(number: int, score: float, tools: int = 1) -> Candidate:
-    flow = workflow(*((f"n{place}", f"tool{tools}", {"number": number}) for place in range(tools)))
-    return Candidate(flow, "edit", tools, number, score=score)
-
-
-@given(st.lists(st.floats(0, 1), max_size=30))
-def test_growth_follows_the_papers_formula_and_the_intensity_stays_within_its_bounds(scores: list[float]) -> None:
-    growth, best = FIRST_GROWTH, 0.2
-    for score in scores:
-        before, growth = growth, grown(growth, best, score)
-        assert growth == pytest.approx(0.9 * before + 0.1 * (max(0.0, score - best) / best) ** 2)
-        assert 0.1 < intensity(growth) <= 0.7
-        best = max(best, score)
-
-
-def test_a_redesign_is_due_after_four_steps_without_a_gain_and_a_gain_puts_it_off() -> None:
-    values = [FIRST_GROWTH]
-    for _ in range(4):
-        values.append(grown(values[-1], 0.5, 0.5))
-    assert [growth < REDESIGN_BELOW for growth in values] == [False, False, False, False, True]
-    assert grown(values[-1], 0.5, 1.0) > REDESIGN_BELOW
-
-
-@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 3)), max_size=40))
-def test_pruning_keeps_the_best_and_never_the_last_of_a_structure_while_another_has_two(given: Any) -> None:
-    candidates = [candidate(number, *each) for number, each in enumerate(given)]
-    kept = pruned(candidates)
-    assert len(kept) == min(len(candidates), POPULATION)
-    if candidates:
-        assert max(each.score for each in kept) == max(each.score for each in candidates)
-        assert {each.workflow.structure for each in kept} == {each.workflow.structure for each in candidates}
+from tests.evoflux.worlds import ScriptedPlanner
 
 
 def test_leaving_a_planned_node_out_is_no_evidence() -> None:
@@ -63,18 +17,6 @@ def test_leaving_a_planned_node_out_is_no_evidence() -> None:
     assert evidence(ran, planned=1) == 1
     assert evidence(ran, planned=2) == 0.5
     assert evidence(Execution((NodeRun("a", "t", "failed", fault="output"),)), planned=1) == 0.5
-
-
-def test_a_search_that_stagnates_plans_anew_with_what_was_tried() -> None:
-    def never(number: int) -> int:
-        raise ValueError("no")
-
-    plans = [{"nodes": [{"id": "a", "tool": "never", "parameters": {"number": n}}]} for n in range(40)]
-    planner = ScriptedPlanner(plans, [[{**each["nodes"][0], "after": []}] for each in plans[20:]])
-    made = ask(planner, [never], "read", width=1, max_candidates=12)
-    assert made.stats.origins["redesign"] >= 2
-    redesigns = [each for kind, each in zip(planner.asked, planner.prompts, strict=True) if kind == "plan"][1:]
-    assert all("Tried before" in each and "ValueError: no" in each for each in redesigns)
 
 
 def test_a_check_of_the_goal_chooses_between_workflows_that_run() -> None:
@@ -87,23 +29,6 @@ def test_a_check_of_the_goal_chooses_between_workflows_that_run() -> None:
     assert made.execution.outputs == {"a": 3}
 
 
-@pytest.mark.parametrize(("staleness", "are_discarded"), [("full", False), ("guarded", True)])
-def test_staleness_says_what_becomes_of_a_candidate_whose_parent_is_behind(staleness: str, are_discarded: bool) -> None:
-    import anyio
-
-    from dspy_flashevolve import Full, Guarded
-
-    async def never(number: int) -> int:
-        await anyio.sleep(1 + number % 3)
-        raise ValueError("no")
-
-    plans = [{"nodes": [{"id": "a", "tool": "never", "parameters": {"number": n}}]} for n in range(60)]
-    policy = Guarded(0, looks=("before_commit",)) if staleness == "guarded" else Full()
-    planner = ScriptedPlanner(plans, [[each["nodes"][0]] for each in plans[30:]])
-    made = ask(planner, [never], "read", staleness=policy, max_candidates=16, width=4)
-    assert (made.stats.discarded > 0) == are_discarded
-
-
 def test_an_async_search_begins_with_as_many_plans_as_its_width() -> None:
     plans = [{"nodes": [{"id": "a", "tool": "never", "parameters": {"number": number}}]} for number in range(9)]
 
@@ -112,7 +37,7 @@ def test_an_async_search_begins_with_as_many_plans_as_its_width() -> None:
 
     def firsts(width: int) -> list[str]:
         planner = ScriptedPlanner(list(plans), [[]])
-        ask(planner, [never], "read", width=width, max_candidates=width, without=["redesign", "edits"])
+        ask(planner, [never], "read", width=width, max_candidates=width)
         return planner.asked
 
     assert firsts(1).count("plan") == 1
@@ -131,7 +56,7 @@ def test_an_edit_that_leaves_out_what_was_planned_ends_no_search_and_is_what_run
     plan = "a = first()\nb = second(word='wrong')"
     dropped, mended = "a = first()", "a = first()\nb = second(word='right')"
     for edits, nodes in (([dropped, mended], 2), ([dropped], 1)):
-        made = ask(ScriptedPlanner([plan], edits), [first, second], "read", without=["edits", "redesign"])
+        made = ask(ScriptedPlanner([plan], edits), [first, second], "read")
         assert made.execution.is_complete
         assert made.is_complete == (nodes == 2)
         assert len(made.workflow.nodes) == nodes
@@ -143,24 +68,9 @@ def test_an_edit_that_was_tried_before_is_told_so() -> None:
 
     plan = "a = never(number=1)"
     planner = ScriptedPlanner([plan], [plan, "a = never(number=2)"])
-    ask(planner, [never], "read", max_candidates=2, without=["edits", "redesign"])
+    ask(planner, [never], "read", max_candidates=2)
     asked = [each for kind, each in zip(planner.asked, planner.prompts, strict=True) if kind == "edit"]
     assert ["tried before" in each for each in asked] == [False, True]
-
-
-def test_where_a_tool_raised_its_texts_are_spelled_as_the_question_does() -> None:
-    seen: list[str] = []
-
-    def price(item: str) -> int:
-        seen.append(item)
-        return {"oslo": 5}[item]
-
-    planner = ScriptedPlanner(["a = price(item='OSLO')"])
-    program = Evoflux("question -> answer", [price], effects="read", without=["LM edits"])
-    with dspy.context(lm=planner.lm):
-        made = run(lambda: program.acall(question="What does oslo cost?"))
-    assert (seen, made.is_complete) == (["OSLO", "oslo"], True)
-    assert planner.asked == ["plan", "answer"]
 
 
 @pytest.mark.parametrize(("own", "then"), [(0.0, 1.0), (None, 1.0), (0.3, 0.3)])
@@ -172,6 +82,6 @@ def test_further_requests_are_made_at_the_planners_own_temperature_if_it_has_one
 
     planner = ScriptedPlanner(["a = never(number=1)"], ["a = never(number=2)"])
     planner.lm.kwargs["temperature"] = own
-    ask(planner, [never], "read", max_candidates=2, without=["edits", "redesign"])
+    ask(planner, [never], "read", max_candidates=2)
     assert planner.asked[1] == "edit"
     assert planner.lm.history[1]["kwargs"]["temperature"] == then

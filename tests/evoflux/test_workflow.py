@@ -14,7 +14,7 @@ from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.evoflux import Node, Reference, Workflow
 from dspy_flashevolve.evoflux.execution import Executor
 from dspy_flashevolve.evoflux.repair import Repairer
-from dspy_flashevolve.evoflux.tools import ToolSpec, check, spec_of
+from dspy_flashevolve.evoflux.tools import ToolSpec, spec_of
 from tests.evoflux.worlds import GOOD, find_city, weather, workflow
 
 JSON: Any = st.recursive(
@@ -30,7 +30,7 @@ async def order(city_id: int, kind: str, notes: list[str] | None = None) -> dict
     return {"number": 5}
 
 
-TOOLS: dict[str, ToolSpec] = {spec.name: spec for spec in map(spec_of, (check, find_city, weather, order))}
+TOOLS: dict[str, ToolSpec] = {spec.name: spec for spec in map(spec_of, (find_city, weather, order))}
 FIELDS = st.lists(st.sampled_from(["id", "number", "0"]), max_size=2)
 REFERENCES = st.builds(lambda node, path: {"$ref": ".".join([node, *path])}, st.sampled_from("abc"), FIELDS)
 VALUES: Any = JSON | REFERENCES

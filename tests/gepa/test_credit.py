@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.replay import hash_of
+from dspy_flashevolve.gepa.changes import Edit, EditedText
 from dspy_flashevolve.gepa.credit import Credit, Evidence
 from tests.fakes import hashed
 
@@ -24,6 +25,24 @@ NOISE = 0.2
 
 def rule(number: int) -> str:
     return f"- rule {number}"
+
+
+def edit(action: Any, part: int, text: str = "") -> Edit:
+    return Edit(action=action, part=part, text=text)
+
+
+def add(text: str) -> Edit:
+    """At the end of a text."""
+    return edit("add", 999, text)
+
+
+def take(
+    credit: Credit, step: int, parent: dict[str, str], *edits: Edit, split: str = "train", component: str = "answer",
+    scores: Any = None,
+) -> bool:  # fmt: skip
+    """Have a credit take in a child that edits make of its parent."""
+    child = {**parent, component: str(EditedText.of(parent[component], edits))}
+    return credit.take(step, parent, child, {component: edits}, split, scores or {})
 
 
 def numbers_in(candidate: dict[str, str]) -> set[int]:
@@ -37,7 +56,7 @@ class Task:
     def __init__(self, effects: Sequence[float], examples: int = 20, seed: int = 0) -> None:
         self.effects, self.examples, self.rng = list(effects), examples, random.Random(seed)
         self.levels = [self.rng.gauss(0.5, 0.2) for _ in range(examples)]
-        self.credit = Credit(SEED, (), 1.0)
+        self.credit = Credit(SEED, 1.0)
 
     def score(self, candidate: dict[str, str], example: int) -> float:
         gain = sum(self.effects[number] for number in numbers_in(candidate))
@@ -51,8 +70,7 @@ class Task:
 
     def add(self, number: int, split: str = "train") -> None:
         """A child of the seed that adds a rule beats it, with nothing known of its scores."""
-        child = {"answer": f"{SEED['answer']}\n{rule(number)}"}
-        assert self.credit.take(number, SEED, child, split, {})
+        assert take(self.credit, number, SEED, add(rule(number)), split=split)
 
     def steps(self, count: int) -> None:
         """Rollouts of as many variants."""
@@ -185,36 +203,33 @@ def test_where_all_changes_are_alike_the_next_one_is_expected_to_be_like_them(ef
 # What is a child, and what stands for itself
 
 
-def test_a_rewrite_and_a_child_of_a_stranger_stand_for_themselves() -> None:
-    credit = Credit(SEED, (), 1.0)
-    assert not credit.take(0, SEED, {"answer": "Something else."}, "train", {"0": 1.0})
-    assert not credit.take(1, {"answer": "Unknown."}, {"answer": "Unknown.\n- rule 1"}, "train", {"0": 1.0})
+def test_a_child_of_a_stranger_stands_for_itself() -> None:
+    credit = Credit(SEED, 1.0)
+    assert not take(credit, 1, {"answer": "Unknown."}, add("- rule 1"), scores={"0": 1.0})
     assert credit.records() == []
     assert credit.head().candidate == SEED
 
 
-def test_changes_are_of_no_use_where_most_of_the_last_children_are_rewrites() -> None:
-    credit, longer, other = Credit(SEED, (), 1.0), {"answer": SEED["answer"] + "\n- more"}, {"answer": "Other."}
+def test_changes_are_of_no_use_where_most_of_the_last_children_are_whole_texts() -> None:
+    credit = Credit(SEED, 1.0)
     assert credit.outlook.joins is None
-    credit.record_children(0, [(SEED, SEED), (SEED, other)])
+    credit.record_children(0, [True])
     assert credit.outlook.joins is False
     for step in (1, 1, 2):
-        credit.record_children(
-            step, [(SEED, longer), (SEED, longer)]
-        )  # a step that runs again after a kill counts once
+        credit.record_children(step, [False, False])  # a step that runs again after a kill counts once
     assert credit.kept()["children"] == [(0, True), *[(1, False)] * 2, *[(2, False)] * 2]
-    again = Credit(SEED, (), 1.0)
-    again.restore(json.loads(json.dumps(credit.kept())), {}, [])
+    again = Credit(SEED, 1.0)
+    again.restore(json.loads(json.dumps(credit.kept())), [])
     assert credit.outlook.joins is again.outlook.joins is True
     for step in range(3, 8):
-        credit.record_children(step, [(SEED, other)])
+        credit.record_children(step, [True])
     assert credit.outlook.joins is False
 
 
 def test_the_same_change_from_many_children_is_one_change() -> None:
-    credit = Credit(SEED, (), 1.0)
+    credit = Credit(SEED, 1.0)
     for step, text in enumerate(["- rule 1", "* Rule 1", "1. rule  1\n"]):
-        assert credit.take(step, SEED, {"answer": f"{SEED['answer']}\n{text}"}, "train", {str(step): 1.0})
+        assert take(credit, step, SEED, add(text), scores={str(step): 1.0})
     [one] = credit.records()
     assert (one.step, one.component, one.part, one.replaces) == (0, "answer", "- rule 1", "")
 
@@ -224,30 +239,28 @@ def test_a_child_of_a_variant_joins_the_changes_that_its_parent_has() -> None:
     task.add(0)
     task.add(1)
     head = task.credit.head().candidate
-    assert task.credit.take(2, head, {"answer": f"{head['answer']}\n{rule(2)}"}, "train", {"0": 0.9})
+    assert take(task.credit, 2, head, add(rule(2)), scores={"0": 0.9})
     assert numbers_in(task.credit.head().candidate) == {0, 1, 2}
 
 
 def test_standing_on_a_rewrite_forgets_the_changes_of_what_it_wrote_anew_and_keeps_the_others() -> None:
     seed = {"one": "Answer.", "two": "Check."}
-    credit = Credit(seed, (), 1.0)
-    assert credit.take(0, seed, {**seed, "one": "Answer.\n- rule 0"}, "train", {"0": 1.0})
-    assert credit.take(1, seed, {**seed, "two": "Check.\n- rule 1"}, "train", {"0": 1.0})
+    credit = Credit(seed, 1.0)
+    assert take(credit, 0, seed, add("- rule 0"), component="one")
+    assert take(credit, 1, seed, add("- rule 1"), component="two")
     rewritten = {"one": "Everything is different.", "two": "Check."}
     credit.stand_on(rewritten, 7)
     assert [record.component for record in credit.records()] == ["one", "two"], "the record keeps what is gone"
     assert len(credit.kept()["effects"]) == 1
-    again = Credit(seed, (), 1.0)
-    again.restore(credit.kept(), {}, [])
+    again = Credit(seed, 1.0)
+    again.restore(credit.kept(), [])
     assert again.records() == credit.records()
     assert credit.parent == 7
     assert credit.head().candidate == {"one": "Everything is different.", "two": "Check.\n- rule 1"}
     assert credit.is_made_of_changes(rewritten)
     assert not credit.is_made_of_changes(seed)
-    assert not credit.take(2, seed, {**seed, "one": "Answer.\n- rule 2"}, "train", {}), (
-        "its parent is of the time before"
-    )
-    assert credit.take(3, rewritten, {**rewritten, "one": "Everything is different.\n- rule 3"}, "train", {})
+    assert not take(again, 2, seed, add("- rule 2"), component="one"), "its parent is of the time before"
+    assert take(credit, 3, rewritten, add("- rule 3"), component="one")
 
 
 class Meanwhile(str):
@@ -264,126 +277,55 @@ def test_edits_of_the_text_before_a_consolidation_go_to_their_places_in_the_new_
     """Their child was on its way while the reflection LM wrote the text anew."""
     grown = {"answer": "Answer the question.\n- Cough and fever: K10.\n- Itchy rash: K20."}
     clean = {"answer": "# Task\nAnswer the question.\n\n# Classes\n- K10: cough, fever.\n- K20: itchy rash."}
-    children = [
-        f"{grown['answer']}\n- Rash on the legs: K20.",
-        grown["answer"].replace("Answer the question.", "Answer the question with a code."),
-    ]
-    credit = Credit(SEED, (), 1.0, is_edited=children.__contains__)
+    credit = Credit(SEED, 1.0)
     credit.stand_on(grown, 1)
     credit.stand_on(clean, 2)
-    for step, child in enumerate(children):
-        assert credit.take(step, grown, {"answer": child}, "train", {})
+    assert take(credit, 0, grown, add("- Rash on the legs: K20."))
+    assert take(credit, 1, grown, edit("replace", 1, "Answer the question with a code."))
+    assert take(credit, 2, grown, edit("remove", 2))
     assert credit.head().candidate == {
-        "answer": "# Task\nAnswer the question with a code.\n\n"
-        "# Classes\n- K10: cough, fever.\n- K20: itchy rash.\n- Rash on the legs: K20."
+        "answer": "# Task\nAnswer the question with a code.\n\n# Classes\n- K20: itchy rash.\n- Rash on the legs: K20."
     }
-    assert not credit.take(2, grown, {"answer": f"{grown['answer']}\n- Written as a whole."}, "train", {})
 
 
 def test_a_late_edit_of_a_numbered_list_takes_its_number() -> None:
     grown = {"answer": "Answer.\n1. Coughs are K10.\n2. Broken legs are K30."}
     clean = {"answer": "Answer with a code.\n1. K10: coughs.\n2. K30: broken legs."}
-    child = f"{grown['answer']}\n3. Itchy legs are K20."
-    credit = Credit(SEED, (), 1.0, is_edited=child.__eq__)
+    credit = Credit(SEED, 1.0)
     credit.stand_on(grown, 1)
     credit.stand_on(clean, 2)
-    assert credit.take(0, grown, {"answer": child}, "train", {})
+    assert take(credit, 0, grown, add("3. Itchy legs are K20."))
     assert credit.head().candidate == {"answer": f"{clean['answer']}\n3. Itchy legs are K20."}
 
 
-def test_a_late_edit_of_a_text_that_was_not_written_anew_goes_where_it_was_made() -> None:
+def test_a_late_edit_of_what_a_change_put_in_is_a_rival_of_that_change() -> None:
     base = {"answer": "Answer.", "check": "Check."}
     before = {**base, "check": "Check.\n- Colours are given in hex code always."}
-    child = "Check.\n- Colours are given in RGB triples always."
-    credit = Credit(base, (), 1.0, is_edited=child.__eq__)
-    assert credit.take(0, base, before, "train", {})
+    credit = Credit(base, 1.0)
+    assert take(credit, 0, base, add("- Colours are given in hex code always."), component="check")
+    assert credit.head().candidate == before
     credit.stand_on({**base, "answer": "Say the answer."}, 1)
-    assert credit.take(1, before, {**base, "check": child}, "train", {})
+    late = edit("replace", 2, "- Colours are given in RGB triples always.")
+    assert take(credit, 1, before, late, component="check")
     head = credit.head().candidate["check"]
     assert ("hex code" in head) != ("RGB" in head), "one of the two"
 
 
-def test_an_edit_with_a_heading_or_a_lead_is_one_change() -> None:
-    for text in ("Answer with one of:\n- yes\n- no", "# Steps\n1. Read all.\n2. Write it."):
-        credit = Credit(SEED, (), 1.0, is_edited=text.__eq__)
-        assert credit.take(0, SEED, {"answer": text}, "train", {})
-        assert len(credit.records()) == 1
-
-
-def test_edits_that_replace_the_same_line_keep_what_they_add_beside_it() -> None:
-    """The first edits mostly replace the one line of the seed, and add facts behind it."""
-    children = [f"Answer with a code, {word}.\n- K1{number}: {word}." for number, word in enumerate(("cough", "rash"))]
-    credit = Credit(SEED, (), 1.0, is_edited=children.__contains__)
-    for step, child in enumerate(children):
-        assert credit.take(step, SEED, {"answer": child}, "train", {})
-    head = credit.head().candidate["answer"]
-    assert head.count("Answer with a code") == 1
-    assert "- K10: cough." in head
-    assert "- K11: rash." in head
-
-
-def whole(words: str) -> str:
-    """A text of one paragraph, in words that have little in common with those of another."""
-    return " ".join(f"{words}{number} {words}" for number in range(12))
-
-
-def test_rewrites_beside_the_one_in_the_head_are_alternatives_until_a_text_was_written_anew_of_them() -> None:
-    texts = [whole(words) for words in ("red", "green", "blue")]
-    credit = Credit(SEED, (), 1.0, is_edited=texts.__contains__)
-    for step, text in enumerate(texts):
-        assert credit.take(step, SEED, {"answer": text}, "train", {})
-    head = credit.head()
-    [there] = [step for step, text in enumerate(texts) if text == head.candidate["answer"]]
-    others = {step: text for step, text in enumerate(texts) if step != there}
-    assert credit.alternatives(head.changes) == {"answer": others}
-    assert credit.outlook.alternatives == 2
-    credit.mark_read([next(iter(others))])
-    assert credit.outlook.alternatives == 1
-    again = Credit(SEED, (), 1.0, is_edited=texts.__contains__)
-    again.restore(json.loads(json.dumps(credit.kept())), {}, [])
-    assert len(again.alternatives(head.changes)["answer"]) == 1, "a run that goes on knows what was read"
-
-
-def test_an_edit_that_joins_the_head_has_no_alternatives() -> None:
-    children = ["Answer the question.\n- rule 1", "Answer the question.\n- rule 2"]
-    credit = Credit(SEED, (), 1.0, is_edited=children.__contains__)
-    for step, child in enumerate(children):
-        assert credit.take(step, SEED, {"answer": child}, "train", {})
-    assert credit.alternatives(credit.head().changes) == {}
-
-
-def test_a_late_rewrite_is_an_alternative_to_the_new_text_and_not_a_part_of_it() -> None:
-    late = whole("late")
-    credit = Credit(SEED, (), 1.0, is_edited=late.__eq__)
-    clean = {"answer": "# Task\nAnswer the question.\n\n# Rules\n- rule 1"}
-    credit.stand_on(clean, 1)
-    assert credit.take(2, SEED, {"answer": late}, "train", {})
-    assert credit.head().candidate["answer"] in (late, clean["answer"])
-
-
-def test_each_of_many_edits_is_a_change() -> None:
-    child = "\n".join([SEED["answer"], *map(rule, range(12))])
-    credit = Credit(SEED, (), 1.0, is_edited=child.__eq__)
-    assert credit.take(0, SEED, {"answer": child}, "train", {})
-    assert len(credit.records()) == 12
-
-
 def test_a_score_that_comes_in_while_changes_get_another_base_is_no_evidence_on_other_changes() -> None:
     """Rollouts end on the run's loop, the writer is another thread."""
-    credit, rewritten = Credit(SEED, (), 1.0), {"answer": "Everything is different."}
+    credit, rewritten = Credit(SEED, 1.0), {"answer": "Everything is different."}
     for number in range(3):
-        credit.take(number, SEED, {"answer": f"{SEED['answer']}\n{rule(number)}"}, "train", {})
+        take(credit, number, SEED, add(rule(number)))
     name = Meanwhile(hash_of(credit.head().candidate))
     name.happens = lambda: credit.stand_on(rewritten, 1)
     credit.record_score(name, "train", "0", 0.5)
-    child = {"answer": "Everything is different.\n- rule 9"}
-    assert credit.take(9, rewritten, child, "train", {str(number): 0.5 for number in range(30)})
-    assert credit.head().candidate == child
+    assert take(credit, 9, rewritten, add("- rule 9"), scores={str(number): 0.5 for number in range(30)})
+    assert credit.head().candidate == {"answer": "Everything is different.\n- rule 9"}
 
 
 def test_a_validated_head_of_an_earlier_base_is_no_parent_of_what_stands_on_the_new_one() -> None:
-    credit = Credit(SEED, (), 1.0)
-    credit.take(0, SEED, {"answer": f"{SEED['answer']}\n{rule(0)}"}, "train", {})
+    credit = Credit(SEED, 1.0)
+    take(credit, 0, SEED, add(rule(0)))
     head = credit.head()
     credit.mark_validating(0, head)
     credit.stand_on({"answer": "Everything is different."}, 4)
@@ -393,24 +335,22 @@ def test_a_validated_head_of_an_earlier_base_is_no_parent_of_what_stands_on_the_
 
 def test_what_is_kept_as_json_makes_the_same_head_again() -> None:
     task, told = Task([0.08] * 4 + [-0.2] * 2), list[tuple[str, str, str, float]]()
-    candidates: dict[str, dict[str, str]] = {hash_of(SEED): SEED}
     for number in range(6):
         task.add(number)
     for _ in range(80):
         candidate = task.credit.variant(task.rng)
-        candidates[hash_of(candidate)] = candidate
         told += [(hash_of(candidate), "train", str(e), s) for e, s in task.runs(candidate).items()]
-    again = Credit(SEED, (), 1.0)
-    again.restore(json.loads(json.dumps(task.credit.kept())), candidates, told)
+    again = Credit(SEED, 1.0)
+    again.restore(json.loads(json.dumps(task.credit.kept())), told)
     assert again.head().candidate == task.credit.head().candidate
     assert [one.part for one in again.records()] == [one.part for one in task.credit.records()]
 
 
 def test_where_changes_stood_on_a_rewrite_the_seed_is_not_taken_for_it_by_a_run_that_goes_on() -> None:
-    credit, rewritten = Credit(SEED, (), 1.0), {"answer": "Everything is different."}
+    credit, rewritten = Credit(SEED, 1.0), {"answer": "Everything is different."}
     credit.stand_on(rewritten, 4)
-    again = Credit(SEED, (), 1.0)
-    again.restore(json.loads(json.dumps(credit.kept())), {hash_of(SEED): SEED, hash_of(rewritten): rewritten}, [])
+    again = Credit(SEED, 1.0)
+    again.restore(json.loads(json.dumps(credit.kept())), [])
     assert again.is_made_of_changes(rewritten)
     assert not again.is_made_of_changes(SEED), "its rollouts say nothing of the rewrite"
 
@@ -523,9 +463,8 @@ def test_any_evidence_has_estimates(rows: list[tuple[int, frozenset[int], float]
 @pytest.mark.parametrize("adds", [True, False])
 def test_what_a_child_takes_out_of_the_base_is_a_change_and_leaves_where_it_harms(adds: bool) -> None:
     base = {"answer": "Answer the question.\nBe polite.\nAlways answer in one word.\nCheck the facts."}
-    credit, rng = Credit(base, (), 1.0), random.Random(0)
-    child = base["answer"].replace("Always answer in one word.\n", "")
-    assert credit.take(0, base, {"answer": child + ("\n- rule 1" if adds else "")}, "train", {})
+    credit, rng = Credit(base, 1.0), random.Random(0)
+    assert take(credit, 0, base, edit("remove", 3), *[add("- rule 1")] * adds)
     for _ in range(60):
         variant = credit.variant(rng)
         for example in rng.sample(range(20), 3):
@@ -536,12 +475,9 @@ def test_what_a_child_takes_out_of_the_base_is_a_change_and_leaves_where_it_harm
 
 def test_of_changes_that_go_in_for_the_same_part_one_is_in_a_text() -> None:
     base = {"answer": "Answer the question.\nUse at most five plain short words here.\nBe polite."}
-    credit, rng = Credit(base, (), 1.0), random.Random(0)
-    for number, words in enumerate(
-        ("at most five plain short words here, or six", "here at most five plain short words now")
-    ):
-        child = base["answer"].replace("at most five plain short words here", words)
-        assert credit.take(number, base, {"answer": child}, "train", {})
+    credit, rng = Credit(base, 1.0), random.Random(0)
+    for number, words in enumerate(("Use at most six plain short words.", "Use no more than five plain short words.")):
+        assert take(credit, number, base, edit("replace", 2, words))
     texts = [credit.variant(rng)["answer"] for _ in range(40)] + [credit.head().candidate["answer"]]
     assert all(sum("plain short words" in line for line in text.splitlines()) == 1 for text in texts)
     assert len(set(texts)) == 3

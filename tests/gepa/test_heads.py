@@ -26,7 +26,7 @@ class Changes:
     """Stands for Credit: its head is what it is set to."""
 
     def __init__(self) -> None:
-        self.scale, self.parent, self.outlook = 1.0, 0, Outlook(joins=True, head_changes=1)
+        self.scale, self.parent, self.outlook = 1.0, 0, Outlook(joins=True)
         self.now = BETTER
         self.validating: list[int] = []
 
@@ -137,7 +137,7 @@ def test_when_the_calls_are_spent_the_last_head_has_one_step_and_no_second_one()
         assert given is not None
         assert (given.candidate, given.is_timed) == (BETTER.candidate, False)
         assert not heads.begin_last()
-        assert heads.phase is Phase.SEARCHING
+        assert heads.phase is Phase.LAST_TRIED
 
     played(main())
 

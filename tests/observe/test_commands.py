@@ -420,23 +420,6 @@ def test_what_a_checkpoint_does_not_tell_is_unknown_and_not_0(
     assert not (tmp_path / "trace.json").exists()
 
 
-class Armed:
-    """Runs when it is unpickled by whoever lets it."""
-
-    def __reduce__(self) -> Any:
-        return print, ("it ran",)
-
-
-def test_a_checkpoint_that_holds_code_is_refused_and_does_not_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "gepa_state.bin").write_bytes(pickle.dumps({"program_candidates": [Armed()]}))
-    assert main(["lineage", str(tmp_path)]) == NO_RUN
-    printed = capsys.readouterr()
-    assert "builtins.print" in printed.err
-    assert "it ran" not in printed.out
-
-
 @pytest.mark.parametrize("command", ["watch", "report", "compare", "lineage", "timeline", "check"])
 def test_a_directory_without_a_run_is_refused_with_its_path(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -74,7 +74,9 @@ def test_a_line_of_thousands_of_candidates_is_told(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         for index in range(1, 2001):
             session.written.record_commit(index, index, index, {"answer": "x"}, [index - 1], {}, 0.5)
-    assert tree(read(tmp_path)).splitlines()[-1].strip() == "candidate 2000: score 0.500, step 2000"
+    last = tree(read(tmp_path)).splitlines()[-1]
+    assert last.strip() == "candidate 2000: score 0.500, generation 2000, step 2000"
+    assert len(last) < 200
 
 
 def test_a_lineage_without_a_journal_or_with_a_damaged_one_is_refused_with_its_path(

@@ -256,7 +256,7 @@ def test_a_provider_that_stays_away_fails_steps_and_then_gives_the_run_up() -> N
     assert stats.outcome == "failed"
     assert "has answered nothing for" in stats.stop_reason
     assert stats.ended["failed"] > 0
-    assert stats.seconds < 65
+    assert stats.seconds < 60 + 8 + 5, "max_outage_seconds, and the longest pause after it"
 
 
 def test_a_rejected_key_ends_the_run() -> None:

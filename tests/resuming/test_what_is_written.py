@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from fractions import Fraction
 from functools import cache
@@ -85,30 +82,6 @@ def test_scores_that_json_or_sqlite_does_not_know_do_not_end_a_run(
     run(tmp_path, 40, predictors=1, metric=metric, **options)
     run(tmp_path, 60, predictors=1, metric=metric, **options)
     assert check(tmp_path).problems == []
-
-
-FINGERPRINT = """
-import dspy
-from gepa.core.data_loader import ensure_loader
-from dspy_flashevolve.programs.fingerprints import _data
-words = {"alpha", "beta", "gamma", "delta"}
-inputs = {"question": "q", "words": words, "deep": {"a": [frozenset(words)]}, "image": b"\\x89PNG\\xff"}
-example = dspy.Example(**inputs).with_inputs("question")
-print(_data(ensure_loader([example])))
-"""
-
-
-@pytest.mark.long
-def test_sets_and_bytes_in_examples_are_the_same_in_every_process() -> None:
-    found: set[str] = set()
-    for seed in ("1", "2"):
-        environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": seed,
-        }  # fmt: skip
-        done = subprocess.run([sys.executable, "-c", FINGERPRINT], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-1000:]
-        found.add(done.stdout)
-    assert len(found) == 1
 
 
 @pytest.mark.long

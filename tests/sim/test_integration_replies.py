@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.staleness import StaleChild
-from dspy_flashevolve.modules.combee import MergeProposals
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.sim import HouseRules, ReplyModel
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import parse_chat_request
-from dspy_flashevolve.sim.replies import Choices, answer, integrate, reply_to
-from dspy_flashevolve.sim.words import WORDS, Rule, rules_in, words_present
+from dspy_flashevolve.sim.replies import reply_to
+from dspy_flashevolve.sim.words import WORDS, Choices, Rule, rules_in, words_present
 from tests.fakes import fake_lm
 
 RULES = [Rule(number, word) for number, word in enumerate(WORDS[:20], start=1)]
@@ -42,7 +41,7 @@ def shown(children: dict[int, list[Rule]]) -> str:
 def verdicts_of(
     head: list[Rule], children: dict[int, list[Rule]], model: ReplyModel = FAITHFUL
 ) -> tuple[dict[Any, Any], list[Rule]]:
-    verdicts, text = integrate(text_of(head), shown(children), model, Choices(0, "x"))
+    verdicts, text = model.integrate(text_of(head), shown(children), Choices(0, "x"))
     assert [verdict["child"] for verdict in verdicts] == list(children)
     return {verdict["child"]: verdict["verdict"] for verdict in verdicts}, rules_in(text)
 
@@ -56,7 +55,7 @@ def test_a_new_rule_is_orthogonal_a_known_one_subsumed_and_a_contradicting_one_c
 
 def test_an_integration_of_no_children_is_the_head() -> None:
     for children in ("", "None.", "Child 3, in a format of somebody else's"):
-        assert integrate(text_of(RULES[:2]), children, FAITHFUL, Choices(0, "x")) == ([], text_of(RULES[:2]))
+        assert FAITHFUL.integrate(text_of(RULES[:2]), children, Choices(0, "x")) == ([], text_of(RULES[:2]))
 
 
 def test_of_two_children_that_contradict_each_other_the_first_is_in() -> None:
@@ -110,7 +109,7 @@ def test_no_integration_makes_rules_up_or_drops_more_than_one_of_the_heads(
     head: list[Rule], holdings: list[list[Rule]], seed: int
 ) -> None:
     model = ReplyModel(rivals=True, forgets=0.5, overload=0.2, spots_conflicts=0.5)
-    _, text = integrate(text_of(head), shown(dict(enumerate(holdings))), model, Choices(seed, "y"))
+    _, text = model.integrate(text_of(head), shown(dict(enumerate(holdings))), Choices(seed, "y"))
     assert set(rules_in(text)) <= {*head, *(rule for rules in holdings for rule in rules)}
     assert len(set(head) - set(rules_in(text))) <= 1
     assert text.startswith(HEADING)
@@ -121,7 +120,7 @@ def test_a_crowd_is_integrated_worse_than_a_few() -> None:
 
     def kept(count: int) -> float:
         children = shown({number: [RULES[number]] for number in range(count)})
-        texts = [integrate(HEADING, children, model, Choices(seed, "z"))[1] for seed in range(300)]
+        texts = [model.integrate(HEADING, children, Choices(seed, "z"))[1] for seed in range(300)]
         return mean(len(rules_in(text)) / count for text in texts)
 
     assert kept(1) == pytest.approx(0.951, abs=0.04)
@@ -131,7 +130,7 @@ def test_a_crowd_is_integrated_worse_than_a_few() -> None:
 def test_conflicts_are_spotted_as_often_as_the_model_says() -> None:
     model = ReplyModel(rivals=True)
     seen = [
-        integrate(text_of(RULES[:1]), shown({1: [RULES[1]]}), model, Choices(seed, "z"))[0][0]["verdict"]
+        model.integrate(text_of(RULES[:1]), shown({1: [RULES[1]]}), Choices(seed, "z"))[0][0]["verdict"]
         for seed in range(600)
     ]
     assert mean(verdict == "conflicting" for verdict in seen) == pytest.approx(0.8, abs=0.05)
@@ -166,7 +165,7 @@ def test_the_default_module_reads_what_the_simulated_model_writes(adapter: Any) 
 
 @given(st.lists(st.sampled_from(RULES), unique=True, max_size=12), st.integers(0, 500))
 def test_of_two_rules_that_contradict_each_other_an_answer_follows_one_at_most(held: list[Rule], seed: int) -> None:
-    reply = answer(text_of(held), ReplyModel(obedience=1, rivals=True), Choices(seed, "question"))
+    reply = ReplyModel(obedience=1, rivals=True).answer(text_of(held), Choices(seed, "question"))
     followed = [rule for rule in held if words_present(reply, [rule.word])]
     pairs = [(rule.number + 1) // 2 for rule in followed]
     assert len(pairs) == len(set(pairs))
@@ -175,19 +174,19 @@ def test_of_two_rules_that_contradict_each_other_an_answer_follows_one_at_most(h
 
 def test_of_two_that_contradict_each_other_either_is_followed_as_often() -> None:
     model = ReplyModel(obedience=1, rivals=True)
-    texts = [answer(text_of(RULES[:2]), model, Choices(seed, "question")) for seed in range(600)]
+    texts = [model.answer(text_of(RULES[:2]), Choices(seed, "question")) for seed in range(600)]
     assert mean(bool(words_present(text, [RULES[0].word])) for text in texts) == pytest.approx(0.5, abs=0.06)
 
 
 def test_without_rivals_both_are_followed() -> None:
-    reply = answer(text_of(RULES[:2]), ReplyModel(obedience=1), Choices(0, "question"))
+    reply = ReplyModel(obedience=1).answer(text_of(RULES[:2]), Choices(0, "question"))
     assert len(words_present(reply, WORDS)) == 2
 
 
 def score(task: HouseRules, instruction: str, count: int = 1500) -> float:
     scores = []
     for index, gold in enumerate(task.valset(count)):
-        reply = answer(instruction, task.reply_model, Choices(0, f"{index} {gold.question}"))
+        reply = task.reply_model.answer(instruction, Choices(0, f"{index} {gold.question}"))
         scores.append(task.metric(gold, dspy.Prediction(answer=reply)).score)
     return mean(scores)
 
@@ -236,19 +235,3 @@ def test_impossible_tasks_with_rivals_are_refused(bad: dict[str, Any], message: 
 def test_a_reply_model_refuses_impossible_integrations(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         ReplyModel(**bad)  # type: ignore[arg-type]
-
-
-def test_the_simulated_model_merges_combees_proposals() -> None:
-    def simulated(prompt: str) -> str:
-        system, _, user = prompt.rpartition("\n[[ ## current_instruction ## ]]")
-        user = f"[[ ## current_instruction ## ]]{user}"
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-        request = parse_chat_request(json.dumps({"messages": messages}).encode())
-        assert request.kind == "integration"
-        return reply_to(request, H100_QWEN3_8B, FAITHFUL, 0).text
-
-    proposals = [text_of([RULES[0], RULES[4]]), text_of([RULES[0], RULES[2]])]
-    shown = "\n\n".join(f"### Proposal {number}\n{text}" for number, text in enumerate(proposals, start=1))
-    with dspy.context(lm=fake_lm(simulated)):
-        merged = dspy.Predict(MergeProposals)(current_instruction=text_of([RULES[0]]), proposed_instructions=shown)
-    assert rules_in(merged.new_instruction) == [RULES[0], RULES[2], RULES[4]]

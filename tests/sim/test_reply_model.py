@@ -15,8 +15,7 @@ import pytest
 from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, ReplyModel
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import parse_chat_request
-from dspy_flashevolve.sim.replies import Choices, Repeats, answer, integrate, new_instruction, reply_to
-from dspy_flashevolve.sim.reply_model import reply_model_named
+from dspy_flashevolve.sim.replies import Repeats, reply_model_named, reply_to
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from dspy_flashevolve.sim.words import (
     HARMFUL_SENTENCES,
@@ -24,6 +23,7 @@ from dspy_flashevolve.sim.words import (
     USELESS_SENTENCES,
     WORDINGS,
     WORDS,
+    Choices,
     Rule,
     harmful_sentences,
     rules_in,
@@ -45,12 +45,12 @@ def many(count: int = 600) -> list[Choices]:
 
 
 def reflections(model: ReplyModel, current: str = HEAD, feedback: str = FEEDBACK, count: int = 600) -> list[str]:
-    return [new_instruction(current, feedback, model, choices) for choices in many(count)]
+    return [model.new_instruction(current, feedback, choices) for choices in many(count)]
 
 
 def integrations(model: ReplyModel, head: str, added: str, count: int = 300) -> list[str]:
     child = "### Child 1\nWhat it changed:\n" + "\n".join(f"+ {line}" for line in added.splitlines())
-    return [integrate(head, child, model, choices)[1] for choices in many(count)]
+    return [model.integrate(head, child, choices)[1] for choices in many(count)]
 
 
 # Reflections
@@ -101,7 +101,7 @@ def test_each_harmful_sentence_lowers_the_obedience_to_every_rule() -> None:
     clean, harmed = text_of(*RULES[:3]), text_of(*RULES[:3], *HARMFUL_SENTENCES[:2])
     assert set(model.obeyed(clean).values()) == {0.8}
     assert set(model.obeyed(harmed).values()) == {0.8 * 0.25}
-    kept = [len(words_present(answer(harmed, model, choices), WORDS)) for choices in many()]
+    kept = [len(words_present(model.answer(harmed, choices), WORDS)) for choices in many()]
     assert mean(kept) == pytest.approx(3 * 0.2, abs=0.1)
 
 
@@ -144,7 +144,7 @@ def test_a_rule_in_other_words_is_another_line_and_works_as_well() -> None:
     assert mean(changed) == pytest.approx(10, abs=0.5)
     for text in texts[:20]:
         assert rules_in(text) == RULES[:20]
-        assert len(words_present(answer(text, model, Choices(0, text)), WORDS)) == 20
+        assert len(words_present(model.answer(text, Choices(0, text)), WORDS)) == 20
     assert len({str(RULES[0].reworded(by)) for by in range(WORDINGS)}) == WORDINGS
 
 
@@ -191,7 +191,7 @@ def test_the_true_score_is_what_a_large_sample_scores() -> None:
             text = text_of(*rules[:9], USELESS_SENTENCES[3], HARMFUL_SENTENCES[7])
             scores: list[float] = []
             for index, gold in enumerate(task.valset(300)):
-                reply = answer(text, task.reply_model, Choices(0, f"{index} {gold.question}"))
+                reply = task.reply_model.answer(text, Choices(0, f"{index} {gold.question}"))
                 scores.append(task.metric(gold, dspy.Prediction(answer=reply)).score)
             assert mean(scores) == pytest.approx(task.true_score([text]), abs=0.03)
 
@@ -223,7 +223,6 @@ def test_the_named_models_go_from_obliging_to_harsh() -> None:
     assert HouseRules().reply_model == SimulatedModel().reply_model == REPLY_MODELS["plain"]
     assert REPLY_MODELS["obliging"] == ReplyModel()
     assert REPLY_MODELS["vague"].vague > REPLY_MODELS["plain"].vague
-    assert REPLY_MODELS["sloppy"].sloppy > REPLY_MODELS["plain"].sloppy
     with pytest.raises(ValueError, match="unknown model 'kind': choose one of obliging, plain"):
         reply_model_named("kind")
 
@@ -232,7 +231,7 @@ def test_the_named_models_go_from_obliging_to_harsh() -> None:
     "bad",
     [
         *({name: 1.5} for name in ("ignored", "reads", "vague", "harmful", "harm", "recurring", "keeps", "loses")),
-        *({name: -0.5} for name in ("rewords", "sloppy", "unevenness")),
+        *({name: -0.5} for name in ("rewords", "unevenness")),
         {"useless": 0.6, "harmful": 0.6},
     ],
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dspy_flashevolve.sim.reply_model import Choices
-from dspy_flashevolve.sim.workflow_replies import FLAWS, workflow_fields
+from dspy_flashevolve.sim.replies import FLAWS, workflow_fields
+from dspy_flashevolve.sim.words import Choices
 
 RIGHT = {"find": 'find = find_city(name="Oslo")', "now": 'now = weather(city_id=find["id"])'}
 QUESTION = "\n".join(["Do it.", *(f"Step {line}" for line in RIGHT.values())])
