@@ -118,20 +118,12 @@ class Endpoint(Responder):
         retries: of the run.
         group: whose slots its requests hold.
         is_optional: see :class:`Responder`.
-        is_one_of_several: others may answer its requests.
     """
 
-    def __init__(
-        self,
-        name: str,
-        retries: Retries,
-        group: EndpointGroup,
-        is_optional: bool = False,
-        is_one_of_several: bool = False,
-    ) -> None:
+    def __init__(self, name: str, retries: Retries, group: EndpointGroup, is_optional: bool = False) -> None:
         super().__init__(name, retries, is_optional)
         self.group = group
-        self._breaker = CircuitBreaker(retries.policy, retries.clock, tries_one=is_one_of_several)
+        self._breaker = CircuitBreaker(retries.policy, retries.clock)
         self.answered_requests = 0
 
     @property
@@ -251,7 +243,8 @@ class Server(Endpoint):
     """
 
     def __init__(self, name: str, servers: Servers, bounds: Bounds | None) -> None:
-        super().__init__(name, servers.retries, servers.group, is_one_of_several=True)
+        super().__init__(name, servers.retries, servers.group)
+        self._breaker = CircuitBreaker(self.retries.policy, self.retries.clock, tries_one=True)
         self._servers = servers
         self._own_limit = None if bounds is None else self.group.adapt(name, bounds, self._take_pressure)
         self.group.endpoints.append(self)
@@ -385,8 +378,8 @@ class Servers(Responder):
         ready = [server for server in self.members if server.slots > server.in_flight]
         ready = [server for server in ready if server is not exclude] or ready
         ready = [server for server in ready if not is_full(server)] or ready
-        known = [server.latency_seconds for server in ready if server.latency_seconds is not None]
-        latencies = {server: server.expected_latency(sum(known) / max(1, len(known))) for server in ready}
+        measured = [server.latency_seconds for server in ready if server.latency_seconds is not None]
+        latencies = {server: server.expected_latency(sum(measured) / max(1, len(measured))) for server in ready}
         fastest = min(latencies.values(), default=0.0)
         alike = [server for server in ready if latencies[server] <= SLOWER * fastest]
         if alike:
@@ -479,10 +472,10 @@ class EndpointGroup:
             self._scheduler.set_room(0, self.name)
             return
         rate_limits = self._rate_limits.values()
-        known = [rate_limit for rate_limit in rate_limits if rate_limit.is_known]
-        if len(known) < len(rate_limits) and SERVER_SEPARATOR in self.name:
-            known = []  # what one server has no room for, another takes
-        room = sum(max(0, rate_limit.ahead - rate_limit.waiting) for rate_limit in known) if known else None
+        binding = [rate_limit for rate_limit in rate_limits if rate_limit.is_known]
+        if len(binding) < len(rate_limits) and SERVER_SEPARATOR in self.name:
+            binding = []  # what one server has no room for, another takes
+        room = sum(max(0, rate_limit.ahead - rate_limit.waiting) for rate_limit in binding) if binding else None
         self._scheduler.set_room(room, self.name)
 
 
