@@ -157,7 +157,7 @@ class Provider:
         options: dict[str, Any] = {"engine": engine, "async_engine": self, "cache": False}
         if self.places:
             return Addressed("api/x", api_base=list(self.places), **options)
-        lm = dspy.LM("api/x", **options)
+        lm = dspy.LM("api/x", num_retries=0, **options)
         return Limited(lm, **options, **self.case.limits) if self.case.limits else lm
 
     def __deepcopy__(self, memo: Any) -> Provider:

@@ -38,6 +38,12 @@ at an endpoint that pauses again and again. Not tuned."""
 LATENCY_ANSWERS = 16
 """A server's latency is the mean of about this many answers: reply lengths differ by half of their mean, so this is
 right to within an eighth."""
+SLOWER = 1.5
+"""Servers are about as fast up to this ratio of their latencies: at 1 the chance lengths of replies would tell them
+apart, and at 2 half as fast a one would have a third of the requests."""
+FORGET_SECONDS = 60.0
+"""A server that was left idle for so long is asked once, however slow it was, since servers are slow while they start.
+Not tuned: one request a minute."""
 SERVER_SEPARATOR = " | "
 """Stands between the names of servers in the name of their model's endpoint."""
 OPTIONAL_STAGES = {"integrate"}
@@ -53,10 +59,11 @@ class CircuitBreaker:
     Args:
         policy: how long pauses are.
         clock: seconds.
+        tries_one: while it is half open one request at a time is sent, whose refusal opens it again.
     """
 
-    def __init__(self, policy: RetryPolicy, clock: Callable[[], float]) -> None:
-        self._policy, self._clock = policy, clock
+    def __init__(self, policy: RetryPolicy, clock: Callable[[], float], tries_one: bool = False) -> None:
+        self._policy, self._clock, self._tries_one = policy, clock, tries_one
         self._refused: deque[int] = deque(maxlen=REFUSALS_IN_A_ROW)
         """Numbers of the last requests that were refused, in the order in which requests were sent: a refusal comes
         back sooner than an answer, so that the order of ends would say too much."""
@@ -85,18 +92,21 @@ class CircuitBreaker:
         if request.sent_seconds <= self._opened:  # it was sent before the last pause
             return False
         self._refused.append(request.number)
-        if len(self._refused) < REFUSALS_IN_A_ROW or max(self._refused) - min(self._refused) >= REFUSALS_IN_A_ROW:
+        are_in_a_row = max(self._refused) - min(self._refused) < REFUSALS_IN_A_ROW <= len(self._refused)
+        if not are_in_a_row and not (self._tries_one and self.is_half_open):
             return False
-        self.open(retry_after_seconds)
+        self._open(retry_after_seconds)
         return True
 
-    def open(self, retry_after_seconds: float | None = None) -> None:
-        """Send nothing for as long as the provider said, else with exponential backoff."""
+    def _open(self, retry_after_seconds: float | None) -> None:
+        """Send nothing for as long as the provider said, or longer where that was too short the last time."""
         self._opened = self._clock()
         self._openings = 1 if self._answers >= ENOUGH_ANSWERS else self._openings + 1
         self._answers = 0
         backoff = min(LONGEST_PAUSE_SECONDS, self._policy.backoff_seconds(self._openings - 1))
-        self.open_until = self._opened + (backoff if retry_after_seconds is None else retry_after_seconds)
+        if retry_after_seconds is not None:
+            backoff = retry_after_seconds if self._openings == 1 else max(backoff, retry_after_seconds)
+        self.open_until = self._opened + backoff
         self._refused.clear()
 
 
@@ -145,12 +155,14 @@ class Endpoint(Responder):
             rate_limit, tokens: the limits a minute, and what the request is expected to cost; None for no limits.
         """
         retries = self.retries
-        for _ in range(MAX_PAUSES):
-            left = self.paused_until - retries.clock()
-            if left <= 0 or retries.is_hurried:
+        for pauses in range(MAX_PAUSES):
+            left, spread = self.paused_until - retries.clock(), retries.policy.first_seconds
+            # Requests that have waited together go one by one, so that the first of them may open the breaker again.
+            if retries.is_hurried or left <= (0.0 if pauses else -spread):
                 break
-            jitter = retries.chance() * retries.policy.first_seconds
-            await retries.sleep(slot, left + jitter, keep_slot, is_retry=False)
+            await retries.sleep(
+                slot if left > 0 else None, max(0.0, left) + retries.chance() * spread, keep_slot, is_retry=False
+            )
         if slot is not None:
             await slot.take()
             slot.mark_arrived()
@@ -189,7 +201,9 @@ class Endpoint(Responder):
         """
         if retry_after_seconds is not None:
             retry_after_seconds = self.retries.policy.capped_retry_after(retry_after_seconds)
-        if self._opens(request, retry_after_seconds) and (limit := self.limit) is not None:
+        # Where nothing was answered since the last cut, fewer requests at once would be refused as well.
+        was_half_open, limit = self._breaker.is_half_open, self.limit
+        if self._opens(request, retry_after_seconds) and limit is not None and not was_half_open:
             # What was sent with this request or later may be refused, too.
             endpoints = {each for each in self.group.endpoints if each.limit is limit} | {self}
             limit.cut(sum(each.sent_before(request.sent_seconds) for each in endpoints), reason)
@@ -203,16 +217,16 @@ class Endpoint(Responder):
             limit.record_gauge(waiting, running, cache_use)
 
     def _opens(self, request: TrackedRequest, retry_after_seconds: float | None) -> bool:
-        """Tell the breaker of a request that was turned away; return whether it opens. One that is turned away again
-        and again while others are answered says nothing of them."""
-        return not request.is_odd and self._pauses(self._breaker.record_refusal(request, retry_after_seconds))
-
-    def _pauses(self, has_opened: bool) -> bool:
-        if has_opened:
-            now = self.retries.clock()
-            self.retries.bus.emit(EndpointPaused(now, self.name, self.paused_until - now))
+        """Tell the breaker of a request that was turned away; return whether it opens now."""
+        if request.counted_failures:
+            retry_after_seconds = None  # it is waited for already, in vain
+        if not self._breaker.record_refusal(request, retry_after_seconds):
+            return False
+        now = self.retries.clock()
+        self.retries.bus.emit(EndpointPaused(now, self.name, self.paused_until - now))
+        if not self.retries.is_hurried:
             self._hold()
-        return has_opened
+        return True
 
     def _hold(self) -> None:
         """Leave requests in their queue for the length of a pause."""
@@ -230,11 +244,12 @@ class Server(Endpoint):
 
     def __init__(self, name: str, servers: Servers, bounds: Bounds | None) -> None:
         super().__init__(name, servers.retries, servers.group)
+        self._breaker = CircuitBreaker(self.retries.policy, self.retries.clock, tries_one=True)
         self._servers = servers
         self._own_limit = None if bounds is None else self.group.adapt(name, bounds, self._take_pressure)
         self.group.endpoints.append(self)
         self._was_full = False
-        self._answered_seconds = -math.inf
+        self._answered_seconds, self._measured = -math.inf, 0
         self.latency_seconds: float | None = None
         """Mean latency of its last answers; None before the first."""
 
@@ -250,24 +265,28 @@ class Server(Endpoint):
             return 0
         return 1 if self._breaker.is_half_open else self.group.run_slots if self.limit is None else self.limit.limit
 
-    def cost_of_next(self, mean_seconds: float) -> float:
-        """Return what one more request would cost here, to be compared with other servers: the square of its latency,
-        or of the time for which it has answered nothing that it has, times the requests that it would then have.
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether its latency was measured so long ago that it has to be asked again."""
+        return not self._under_way and self.retries.clock() > self._answered_seconds + FORGET_SECONDS
 
-        This is Finagle's Peak EWMA but for the square. With it a server that is four times slower has a sixteenth of
-        the requests under way and not a quarter: slots are few, and a step waits for its last request.
+    def expected_latency(self, mean_seconds: float) -> float:
+        """Return the seconds that one more request is expected to take: as the last ones, or as long as it has answered
+        nothing of what it has.
 
         Args:
             mean_seconds: stands for the latency of a server that has answered nothing.
         """
+        if self.is_forgotten:
+            return 0.0
         now = self.retries.clock()
         oldest = min((request.sent_seconds for request in self._under_way), default=now)
         silent_seconds = now - max(oldest, self._answered_seconds)
-        latency = mean_seconds if self.latency_seconds is None else self.latency_seconds
-        return max(latency, silent_seconds) ** 2 * (self.in_flight + 1)
+        return max(mean_seconds if self.latency_seconds is None else self.latency_seconds, silent_seconds)
 
     def begin(self, request: TrackedRequest) -> None:
         """See :meth:`Endpoint.begin`."""
+        self._measured = 0 if self.is_forgotten else self._measured
         super().begin(request)
         self._was_full = self._was_full or self.in_flight >= self.slots
 
@@ -291,7 +310,8 @@ class Server(Endpoint):
         self._answered_seconds = self.retries.clock()
         latency = self._answered_seconds - request.sent_seconds
         before = latency if self.latency_seconds is None else self.latency_seconds
-        self.latency_seconds = before + (latency - before) / min(LATENCY_ANSWERS, self.answered_requests)
+        self._measured = min(LATENCY_ANSWERS, self._measured + 1)
+        self.latency_seconds = before + (latency - before) / self._measured
         self.group.update_slots()  # it is half open no more
 
     def _hold(self) -> None:
@@ -303,21 +323,17 @@ class Server(Endpoint):
         """Record that it did not answer a request, which another server may."""
         self._opens(request, None)
 
-    def _opens(self, request: TrackedRequest, retry_after_seconds: float | None) -> bool:
-        """See :class:`Endpoint`. Where one server turns a request away another may answer it, so each counts; and the
-        one that is sent after a pause decides whether it is over."""
-        if self._breaker.is_half_open and request.sent_seconds >= self.paused_until:
-            self._breaker.open(retry_after_seconds)
-            return self._pauses(True)
-        return self._pauses(self._breaker.record_refusal(request, retry_after_seconds))
-
     def _take_pressure(self) -> bool:
         was_full, self._was_full = self._was_full, False
         return was_full
 
 
 class Servers(Responder):
-    """The servers of one model, of which each request asks one: the one that costs least. Made by :class:`Endpoints`.
+    """The servers of one model, of which each request asks one. Made by :class:`Endpoints`.
+
+    The least loaded of those that are about as fast as the fastest is asked, by its latency times its requests
+    (Finagle's Peak EWMA); a slower one where the fast ones have as many as their limits allow. So no step waits for a
+    slow server while a fast one has room.
 
     Args:
         name: of the model's endpoint: the servers' names with :data:`SERVER_SEPARATOR` between them.
@@ -362,10 +378,12 @@ class Servers(Responder):
         ready = [server for server in self.members if server.slots > server.in_flight]
         ready = [server for server in ready if server is not exclude] or ready
         ready = [server for server in ready if not is_full(server)] or ready
-        latencies = [server.latency_seconds for server in ready if server.latency_seconds is not None]
-        mean = sum(latencies) / max(1, len(latencies))
-        if ready:
-            chosen = min(ready, key=lambda server: (server.cost_of_next(mean), server.in_flight))
+        measured = [server.latency_seconds for server in ready if server.latency_seconds is not None]
+        latencies = {server: server.expected_latency(sum(measured) / max(1, len(measured))) for server in ready}
+        fastest = min(latencies.values(), default=0.0)
+        alike = [server for server in ready if latencies[server] <= SLOWER * fastest]
+        if alike:
+            chosen = min(alike, key=lambda server: (latencies[server] * (server.in_flight + 1), server.in_flight))
         else:
             chosen = min(self.members, key=lambda server: (server.paused_until, server.in_flight))
         chosen.begin(request)
@@ -454,10 +472,10 @@ class EndpointGroup:
             self._scheduler.set_room(0, self.name)
             return
         rate_limits = self._rate_limits.values()
-        known = [rate_limit for rate_limit in rate_limits if rate_limit.is_known]
-        if len(known) < len(rate_limits) and SERVER_SEPARATOR in self.name:
-            known = []  # what one server has no room for, another takes
-        room = sum(max(0, rate_limit.ahead - rate_limit.waiting) for rate_limit in known) if known else None
+        binding = [rate_limit for rate_limit in rate_limits if rate_limit.is_known]
+        if len(binding) < len(rate_limits) and SERVER_SEPARATOR in self.name:
+            binding = []  # what one server has no room for, another takes
+        room = sum(max(0, rate_limit.ahead - rate_limit.waiting) for rate_limit in binding) if binding else None
         self._scheduler.set_room(room, self.name)
 
 

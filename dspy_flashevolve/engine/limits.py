@@ -28,7 +28,7 @@ CACHE_USE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Where a limit begins, and within what it stays: 1 <= low <= start <= high slots.
+    """Where a limit begins, and up to what it goes: 1 <= start <= high slots.
 
     Raises:
         ConfigurationError: anything else.
@@ -36,13 +36,11 @@ class Bounds:
 
     start: int
     high: int = 256
-    low: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.low <= self.start <= self.high:
+        if not 1 <= self.start <= self.high:
             raise ConfigurationError(
-                f"adaptive limit: low={self.low}, start={self.start}, high={self.high}, expected "
-                "1 <= low <= start <= high."
+                f"adaptive limit: start={self.start}, high={self.high}, expected 1 <= start <= high."
             )
 
 
@@ -122,9 +120,9 @@ class AdaptiveLimit:
         self._lower(max(in_flight, self.limit // 2), HEADROOM, reason)
 
     def _lower(self, ceiling: int, share: float, reason: str) -> None:
-        self._ceiling = min(self._bounds.high, max(self._bounds.low, ceiling))
+        self._ceiling = min(self._bounds.high, max(1, ceiling))
         self._ceiling_expires, self._is_starting = self._clock() + CEILING_SECONDS, False
-        self._become(min(self.limit, max(self._bounds.low, math.floor(share * self._ceiling))), reason)
+        self._become(min(self.limit, max(1, math.floor(share * self._ceiling))), reason)
 
     def _decide(self) -> None:
         now = self._clock()

@@ -32,11 +32,17 @@ without it a busy loop loses what it slept too long."""
 AHEAD_SECONDS = 0.5
 """Requests get a slot so long before they may go, since their programs take time until they ask. Half of it leaves the
 limit unused where programs are slow to start, double holds slots that others could use."""
+REFUSAL_COST = 4.0
+"""Requests that a refusal counts as: so of two runs that are both given the whole limit of their key one request in six
+is refused, where half of them would be. A fifth of refusals at random would take 45% of a limit."""
 LEAST_PACE = 0.1
 """Share of a limit's pace that is kept however little a provider says is left, so that a run never stands still because
 of an old header. Not tuned."""
+FIRST_TOKENS = 1000.0
+"""What a request is expected to cost before anything was answered. Not tuned: each request corrects its own estimate,
+so that a limit in tokens is missed by it for the first requests only."""
 COST_ANSWERS = 16
-"""Requests over which the mean cost in tokens is taken. Not tuned: each request corrects its own estimate."""
+"""Requests over which the mean cost in tokens is taken. Not tuned."""
 MAX_LIMIT = 10**12
 """Requests or tokens a minute; what is above is no limit."""
 MAX_WAIT_SECONDS = 86400.0
@@ -99,12 +105,15 @@ class _Bucket:
         self.reported_limit, self._report, self._sent_since_report = report.limit, report, 0.0
         self._expires = now + (report.reset_seconds or 0.0)
 
-    def record_refusal(self, now: float, retry_after_seconds: float) -> None:
+    def record_refusal(self, cost: float, now: float, retry_after_seconds: float) -> None:
         """Send nothing for as long as the provider says, where it reports that nothing is left; then forget the report,
-        which is true for a moment only, and not renewed where only refusals have headers."""
+        which is true for a moment only, and not renewed where only refusals have headers. Any other refusal costs as
+        much as some requests, since others may use the limit, too."""
         if self._report is not None and self._report.remaining == 0:
             self.paid_seconds = max(self.paid_seconds, now + retry_after_seconds)
             self._report = None
+        elif self.limit < math.inf:
+            self.correct(REFUSAL_COST * cost, now)
 
     def pace(self, now: float) -> float:
         """Return the seconds that one request or token takes to pay for; 0 where no limit is known."""
@@ -140,9 +149,8 @@ class RateLimit:
         self._clock, self._on_change = clock, on_change
         self._buckets = {unit: _Bucket() for unit in UNITS}
         self._queue = anyio.Lock()
-        self._mean_tokens, self._requests = 1.0, 0
-        self.estimates: dict[str, TokenEstimate] = {}
-        """Stage -> what its requests cost."""
+        self._mean_tokens: dict[str, float] = {}
+        """Stage -> the mean cost of its requests."""
         self.waiting = 0
         """Requests that wait here until they may be sent."""
 
@@ -160,7 +168,7 @@ class RateLimit:
     def ahead(self) -> int:
         """Requests that should wait here, or be on their way here, so that the limit is used up."""
         now = self._clock()
-        seconds = max(self._buckets["requests"].pace(now), self._mean_tokens * self._buckets["tokens"].pace(now))
+        seconds = max(self._buckets["requests"].pace(now), self._usual_tokens * self._buckets["tokens"].pace(now))
         return 2 + math.ceil(AHEAD_SECONDS / seconds) if seconds > 0 else 2
 
     def add_user_limits(self, limits: Mapping[Unit, float]) -> None:
@@ -180,8 +188,8 @@ class RateLimit:
     def record_refusal(self, retry_after_seconds: float | None) -> None:
         """Record a refusal. Only where the reports say that nothing is left do all requests wait for the time that it
         names: else it may be the one request's alone."""
-        for bucket in self._buckets.values():
-            bucket.record_refusal(self._clock(), min(PERIOD_SECONDS, retry_after_seconds or 0.0))
+        for bucket, cost in zip(self._buckets.values(), (1.0, self._usual_tokens), strict=True):
+            bucket.record_refusal(cost, self._clock(), min(PERIOD_SECONDS, retry_after_seconds or 0.0))
         self._on_change()
 
     async def admit(self, tokens: float, sleep: Callable[[float], Awaitable[None]]) -> None:
@@ -191,8 +199,6 @@ class RateLimit:
             tokens: that it is expected to cost.
             sleep: waits so many seconds; where it returns early the request is sent all the same.
         """
-        self._requests += 1
-        self._mean_tokens += (tokens - self._mean_tokens) / min(COST_ANSWERS, self._requests)
         if not self.is_known:
             return
         self.waiting += 1
@@ -205,8 +211,22 @@ class RateLimit:
             self.waiting -= 1
             self._on_change()
 
+    @property
+    def _usual_tokens(self) -> float:
+        return sum(self._mean_tokens.values()) / len(self._mean_tokens) if self._mean_tokens else FIRST_TOKENS
+
+    def expected_tokens(self, stage: str) -> float:
+        """Return the tokens that a request is expected to cost: as others of its stage have, else as all."""
+        return self._mean_tokens.get(stage, self._usual_tokens)
+
+    def record_cost(self, stage: str, tokens: float, expected_tokens: float) -> None:
+        """Learn from what a request has cost, and correct what was expected."""
+        mean = self._mean_tokens.setdefault(stage, tokens)
+        self._mean_tokens[stage] = mean + (tokens - mean) / COST_ANSWERS
+        self.correct(0.0, tokens - expected_tokens)
+
     def correct(self, requests: float, tokens: float) -> None:
-        """Correct what was expected of a request that was answered: by its cost, or by all where no provider saw it."""
+        """Correct what was counted of a request: all of it where no provider saw it."""
         for bucket, cost in zip(self._buckets.values(), (requests, tokens), strict=True):
             if bucket.limit < math.inf:
                 bucket.correct(cost, self._clock())
@@ -219,33 +239,6 @@ class RateLimit:
         for bucket, cost in buckets.items():
             bucket.pay(cost, now, wait)
         return wait
-
-
-class TokenEstimate:
-    """Estimates what a request will cost in tokens, by what others of the same LM have cost."""
-
-    def __init__(self) -> None:
-        # Before the first answer: four characters a token, as in English prose, and a reply of a page. A limit in
-        # tokens is missed by that for the first requests only, which are corrected by what they cost.
-        self._per_character, self._written, self._count = 0.25, 500.0, 0
-
-    def expected_tokens(self, characters: int, most_written: float | None = None) -> float:
-        """Return the expected tokens of a prompt and its reply.
-
-        Args:
-            characters: of the prompt.
-            most_written: tokens of the reply at most, where that is known.
-        """
-        written = self._written if self._count or most_written is None else min(self._written, most_written)
-        return self._per_character * characters + written
-
-    def record_usage(self, characters: int, read: int, written: int) -> None:
-        """Learn from a request that was answered: its characters, and the tokens that were read and written."""
-        self._count += 1
-        share = max(1 / COST_ANSWERS, 1 / self._count)
-        if characters > 0:
-            self._per_character += share * (read / characters - self._per_character)
-        self._written += share * (written - self._written)
 
 
 def limits_in_headers(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -36,9 +37,9 @@ PATIENT_SECONDS = 60.0
 """A rate limit, a timeout or a lost connection says "later" and nothing about the request: it counts as an attempt only
 from this long after the request's first failure. Providers count their limits by the minute; with less than a minute,
 requests that a limit turned away are given up before it is over."""
-ODD_FAILURES = 3
-"""A request may be turned away so often by chance while others are answered: where a fifth of the requests is refused
-at random more happens once in 600."""
+RECOVERED, ODD_FACTOR = 256, 3
+"""A request is odd that fails so many times as often as any of the last that failed and were then answered: where a
+limit turns four of five requests away the unluckiest of 256 fails 25 times, and one of a million more than 75 times."""
 ISOLATED_BACKOFF_SECONDS = 2.0
 """Longest backoff of a request that fails while others are answered. Backoff spares a provider in trouble, and this one
 is not: a longer wait only delays the step. Not tuned."""
@@ -115,8 +116,6 @@ class TrackedRequest:
         first_failure_index: how many requests had ended at its responder before its first failure.
         first_failure_seconds: when that was.
         is_isolated: it failed last while most others were answered, so that the fault is its own.
-        is_odd: and it failed more than twice as often as any that was answered: else it may only have been unlucky with
-            a limit that all meet.
         reason: why it failed last.
     """
 
@@ -127,7 +126,6 @@ class TrackedRequest:
     first_failure_index: int = 0
     first_failure_seconds: float = 0.0
     is_isolated: bool = False
-    is_odd: bool = False
     reason: str = ""
 
 
@@ -208,6 +206,8 @@ class Responder:
         self._outcomes: dict[TrackedRequest, tuple[int, bool]] = {}
         """Request -> its place in the order of ends, and whether it was answered; the latest stand last. The order and
         not the clock, since in virtual time many requests end at one moment."""
+        self._recovered: deque[tuple[float, int]] = deque(maxlen=RECOVERED)
+        """Of the last requests that were answered though they had failed: when, and how often."""
         self._ended = 0
         self._silent_since: float | None = None
         self._failures_in_silence = 0
@@ -225,13 +225,16 @@ class Responder:
     def record_answer(self, request: TrackedRequest) -> None:
         """Record that a request was answered."""
         self._record_outcome(request, answered=True)
+        if request.failures:
+            self._recovered.append((self.retries.clock(), request.failures))
         self._silent_since, self._failures_in_silence = None, 0
 
     def record_failure(self, request: TrackedRequest, reason: str, of_request: bool = False) -> None:
         """Record that a request got no answer, and decide whether that counts as one of its attempts. It does
 
         - where the fault may well be the request's alone, unless most others fail, too;
-        - else (a rate limit, say) where it is odd, and was not answered for :data:`PATIENT_SECONDS`;
+        - else (a rate limit, say) where others are answered, it was not for :data:`PATIENT_SECONDS`, and it failed far
+          more often than those that were answered at last: else it may only be unlucky with a limit that all meet;
         - where nothing is waited for any more, or the run can do without the answer.
 
         Args:
@@ -250,12 +253,14 @@ class Responder:
         compared = [answered for _, answered in others] if of_request and not since else since
         answers, failures = compared.count(True), compared.count(False)
         request.is_isolated = answers > failures
-        usual = max((other.failures for other, (_, answered) in self._outcomes.items() if answered), default=0)
-        request.is_odd = request.is_isolated and request.failures > max(ODD_FAILURES, 2 * usual)
         if of_request:
             is_own_fault = answers >= failures
         else:
-            is_own_fault = request.is_odd and now >= request.first_failure_seconds + PATIENT_SECONDS
+            usual = max(
+                (failures for when, failures in self._recovered if when >= now - 2 * PATIENT_SECONDS), default=0
+            )
+            is_odd = request.is_isolated and request.failures > ODD_FACTOR * usual
+            is_own_fault = is_odd and now >= request.first_failure_seconds + PATIENT_SECONDS
         request.counted_failures += is_own_fault or self.retries.is_hurried or self._is_optional
         self._record_outcome(request, answered=False)
         if not request.is_isolated or not since:  # answers to others since then say more about the provider

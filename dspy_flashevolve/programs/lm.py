@@ -11,21 +11,19 @@ retried a rollout at a time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import dspy
-from dspy import lm15
 from dspy.primitives.module import Module
 from dspy.utils.exceptions import LMTimeoutError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.endpoints import Endpoint, Endpoints
 from dspy_flashevolve.engine.loop import LoopPortal
-from dspy_flashevolve.engine.rates import RateLimit, TokenEstimate, limits_in_headers
+from dspy_flashevolve.engine.rates import RateLimit, limits_in_headers
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by
 from dspy_flashevolve.engine.retries import Responder, TrackedRequest
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
@@ -138,31 +136,18 @@ class LanguageModels:
         return program
 
 
-@dataclass(frozen=True)
-class _Target:
+class _Target(NamedTuple):
     """Where an LM's requests may go.
 
     Args:
         endpoint: is asked.
         rate: its limits a minute.
-        user_limits: those of them that the user gave.
         arguments: of the LM call, by which it is asked.
     """
 
     endpoint: Endpoint
     rate: RateLimit
-    user_limits: dict[str, float]
     arguments: dict[str, Any]
-
-
-def _targets(of: Endpoints, lm: Any, name: str) -> Iterator[_Target]:
-    options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
-    if not isinstance(lm, BalancedLM):
-        yield _Target(of.endpoint(name), of.rate_limit(name, account_of(lm, name)), limits_in_options(options), {})
-        return
-    for server, deployment in zip(of.servers(name).members, lm.deployments, strict=True):
-        rate = of.rate_limit(server.name, account_of(lm, server.name, deployment.get("api_key")))
-        yield _Target(server, rate, limits_in_options({**options, **deployment}), arguments_for(deployment))
 
 
 class Pace:
@@ -178,22 +163,25 @@ class Pace:
         of, name = models.endpoints, endpoint_of(original)
         self.servers = of.servers(name) if isinstance(original, BalancedLM) else None
         self.responder: Responder = self.servers or of.endpoint(name)
-        self.targets = {target.endpoint.name: target for target in _targets(of, original, name)}
-        for target in self.targets.values():
-            portal = models.portal
-            if portal is not None and portal.may_block():  # a copy that a program made in a thread
-                portal.call_soon(target.rate.add_user_limits, target.user_limits)
-            else:
-                target.rate.add_user_limits(target.user_limits)
         options: dict[str, Any] = getattr(original, "kwargs", None) or {}
-        max_tokens = options.get("max_tokens") or options.get("max_completion_tokens")
-        self.max_written = max_tokens if isinstance(max_tokens, int) else None
+        deployments = original.deployments if isinstance(original, BalancedLM) else [{}]
+        endpoints = self.servers.members if self.servers is not None else [of.endpoint(name)]
+        self.targets: dict[str, _Target] = {}
+        """Endpoint -> how it is asked."""
+        for endpoint, deployment in zip(endpoints, deployments, strict=True):
+            rate = of.rate_limit(endpoint.name, account_of(original, endpoint.name, deployment.get("api_key")))
+            self.targets[endpoint.name] = _Target(endpoint, rate, arguments_for(deployment))
+            limits = limits_in_options({**options, **deployment})
+            if models.portal is not None and models.portal.may_block():  # a copy that a program made in a thread
+                models.portal.call_soon(rate.add_user_limits, limits)
+            else:
+                rate.add_user_limits(limits)
         timeout = options.get("timeout")
         timeout = getattr(timeout, "read", timeout)  # an httpx.Timeout
         self.seconds = float(timeout) if isinstance(timeout, int | float) else REQUEST_SECONDS
         """The longest that one request may take in all: an LM's timeout is one between two bytes."""
 
-    def call(self, lm: Any, make: Callable[..., Any], call_arguments: object = None) -> Any:
+    def call(self, lm: Any, make: Callable[..., Any]) -> Any:
         """Make a request from a thread, again and again where need be.
 
         A thread keeps its slot while it waits: it keeps its place in the pool of threads too, and a rollout that got
@@ -204,7 +192,6 @@ class Pace:
         Args:
             lm: the paced LM.
             make: makes it with an LM; ``cache=False`` makes it past dspy's cache.
-            call_arguments: of the call; the length of their texts is what the request may cost.
 
         Raises:
             LMTimeoutError: the work that this thread was to do has been given up.
@@ -216,12 +203,10 @@ class Pace:
                 self.models.warn_of_blocking()
             with self._without_secrets():
                 return self.models.redaction.redact_known(make(lm, **self.first_target.arguments))
-        request = _Request(self, call_arguments, slot, keeps=True)
+        request = _Request(self, slot, keeps=True)
         while not _is_given_up(slot):
             try:
-                if request.may_go_at_once(portal.loop.time()):
-                    request.estimate()
-                else:
+                if not request.may_go_at_once(portal.loop.time()):
                     portal.run(request.begin())
                 began = portal.loop.time()
                 portal.call_soon(request.send)
@@ -238,7 +223,7 @@ class Pace:
                 portal.call_soon(request.leave)
         raise LMTimeoutError("what this thread works on took too long, and was given up")
 
-    async def acall(self, lm: Any, make: Callable[..., Awaitable[Any]], call_arguments: object = None) -> Any:
+    async def acall(self, lm: Any, make: Callable[..., Awaitable[Any]]) -> Any:
         """Make a request on the run's loop, without the slot while it waits.
 
         On another loop, say one that a program has begun in its thread, the LM is called as it is, within the time that
@@ -249,7 +234,7 @@ class Pace:
             with self._without_secrets():
                 called = make(lm, **self.first_target.arguments)
                 return self.models.redaction.redact_known(await (called if portal is None else self._in_time(called)))
-        request = _Request(self, call_arguments, current_slot())
+        request = _Request(self, current_slot())
         while True:
             try:
                 await request.begin()
@@ -292,15 +277,15 @@ class _Request:
 
     Args:
         pace: of its LM.
-        call_arguments: of the call.
         slot: in which it is made; None outside of any.
         keeps: it keeps the slot while it waits, and ends what runs there when it takes too long: a thread makes it.
     """
 
-    def __init__(self, pace: Pace, call_arguments: object, slot: Slot | None, keeps: bool = False) -> None:
-        self._pace, self._call_arguments, self._slot, self._keeps = pace, call_arguments, slot, keeps
+    def __init__(self, pace: Pace, slot: Slot | None, keeps: bool = False) -> None:
+        self._pace, self._slot, self._keeps = pace, slot, keeps
         self._target, self._tracked = pace.first_target, TrackedRequest()
-        self._estimate, self._characters, self._tokens = TokenEstimate(), 0, 0.0
+        self._stage = "" if slot is None else slot.step_and_stage[1]
+        self._tokens = 0.0
         self._cache_arguments: dict[str, Any] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -314,22 +299,13 @@ class _Request:
         target = self._target
         return self._pace.servers is None and target.endpoint.paused_until <= now and not target.rate.is_known
 
-    def estimate(self) -> None:
-        """Estimate its tokens, by others of its stage and its characters, which are not counted without a limit."""
-        rate = self._target.rate
-        self._estimate = rate.estimates.setdefault(
-            "" if self._slot is None else self._slot.step_and_stage[1], TokenEstimate()
-        )
-        self._characters = sum(map(len, _texts(self._call_arguments))) if rate.is_known else 0
-        self._tokens = self._estimate.expected_tokens(self._characters, self._pace.max_written)
-
     async def begin(self) -> None:
         """Choose whom of several to ask, but not who has just turned it away, and wait until it may be sent."""
         servers = self._pace.servers
         if servers is not None:
             refuser = self._target.endpoint if self._tracked.failures else None
             self._target = self._pace.targets[servers.choose(self._tracked, self._is_full, refuser).name]
-        self.estimate()
+        self._tokens = self._target.rate.expected_tokens(self._stage)
         await self._target.endpoint.admit(self._slot, self._target.rate, self._tokens, self._keeps)
 
     def _is_full(self, endpoint: Endpoint) -> bool:
@@ -363,16 +339,17 @@ class _Request:
         rate.record_reported_limits(limits_in_headers(headers_of_error(error)))
         if pace.models.once:
             return False
-        if may_repeat(error):
+        is_temporary = may_repeat(error)
+        if is_temporary:
             pace.responder.record_failure(sent, str(error) or type(error).__name__, is_of_request(error))
         if is_refusal(error):
             rate.record_refusal(retry_after)
             endpoint.record_refusal(sent, retry_after)
         elif is_timeout(error):
             endpoint.record_refusal(sent, None, "timed out")
-        elif may_repeat(error):
+        elif is_temporary:
             endpoint.record_no_reply(sent)
-        if not may_repeat(error):
+        if not is_temporary:
             return False
         attempts = pace.original.num_retries + retries.policy.attempts
         if dspy.settings.send_stream is not None or not pace.responder.may_retry(sent, attempts):
@@ -391,10 +368,8 @@ class _Request:
             return
         self._target.endpoint.record_reply(self._tracked)
         if total:
-            rate.correct(0.0, total - self._tokens)
+            rate.record_cost(self._stage, total, self._tokens)
         rate.record_reported_limits(limits_in_headers(inspection.headers))
-        if total and self._characters:
-            self._estimate.record_usage(self._characters, total - written, written)
 
 
 def _bound_of(slot: Slot | None) -> anyio.CancelScope | None:
@@ -406,18 +381,3 @@ def _is_given_up(slot: Slot | None) -> bool:
     """Whether the work in a slot took too long: a thread that was left behind with it asks nothing more."""
     bound = _bound_of(slot)
     return bound is not None and bound.cancel_called
-
-
-def _texts(prompt: object) -> Iterator[str]:
-    """Yield the texts of a prompt, in order, in the arguments of an LM call."""
-    if isinstance(prompt, str):
-        yield prompt
-    elif isinstance(prompt, lm15.Request):
-        yield str(prompt.system or "")
-        yield from (message.text or "" for message in prompt.messages)
-    elif isinstance(prompt, Mapping):
-        options = cast("Mapping[str, Any]", prompt)
-        yield from _texts([options.get(name) for name in ("messages", "prompt", "content", "text")])
-    elif isinstance(prompt, tuple | list):
-        for part in cast("Sequence[Any]", prompt):
-            yield from _texts(part)

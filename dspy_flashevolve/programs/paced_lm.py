@@ -85,9 +85,7 @@ def _paced_class(kind: type[Any]) -> type[Any]:
             with counted_call(_counters_of_stray_call(self)):
                 return call(self, *args, **kwargs)
         with recording_paced_call() as calls, counted_call():
-            result = models.pace_of(self).call(
-                self, lambda lm, **more: call(lm, *args, **{**kwargs, **more}), (args, kwargs)
-            )
+            result = models.pace_of(self).call(self, lambda lm, **more: call(lm, *args, **{**kwargs, **more}))
             calls.on_lm_end("", result)
             return result
 
@@ -97,9 +95,7 @@ def _paced_class(kind: type[Any]) -> type[Any]:
             with counted_call(_counters_of_stray_call(self)):
                 return await acall(self, *args, **kwargs)
         with recording_paced_call() as calls, counted_call():
-            result = await models.pace_of(self).acall(
-                self, lambda lm, **more: acall(lm, *args, **{**kwargs, **more}), (args, kwargs)
-            )
+            result = await models.pace_of(self).acall(self, lambda lm, **more: acall(lm, *args, **{**kwargs, **more}))
             calls.on_lm_end("", result)
             return result
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import dspy
@@ -22,12 +21,6 @@ QUOTA = {"requests": 3000, "tokens": 10**8, "holds_seconds": 2.0}
 """50 requests a second: more than a run makes within seconds, fewer than it could make."""
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
 def compiled(lm: dspy.LM, calls: int = 200, **options: Any) -> Any:
     optimizer = AsyncGEPA(
         TASK.metric, max_metric_calls=calls, reflection_lm=lm, track_stats=True, **({"num_threads": 64} | options)
@@ -42,7 +35,7 @@ def server(quota: Quota | None = None) -> SimServer:
 
 @pytest.mark.long
 @pytest.mark.parametrize("known", ["headers", "arguments"])
-def test_under_one_in_two_hundred_requests_is_refused_where_the_limits_are_known(known: str, cache: Path) -> None:
+def test_under_one_in_two_hundred_requests_is_refused_where_the_limits_are_known(known: str) -> None:
     said = {} if known == "headers" else {"rpm": 3000, "tpm": 10**8}
     with server(Quota(**QUOTA, sends_headers=known == "headers")) as one:
         lm = dspy.LM("openai/sim", api_base=one.api_base, api_key="sk-a-key", cache=False, engine="litellm", **said)
@@ -52,9 +45,6 @@ def test_under_one_in_two_hundred_requests_is_refused_where_the_limits_are_known
     assert counted.refused <= 0.005 * counted.requests
     check_ends(program.async_stats)
     check_winner(program.detailed_results, 24)
-    (shared,) = (one for one in (cache / "dspy-flashevolve" / "limits").iterdir() if one.suffix != ".lock")
-    assert set(json.loads(shared.read_text())) == {"requests", "tokens"}
-    assert "sk-a-key" not in shared.read_text() + shared.name
 
 
 @pytest.mark.slow  # on a machine with more to do than cores the run is too slow to be refused anything

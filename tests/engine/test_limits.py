@@ -1,88 +1,221 @@
-"""The adaptive limit on requests in flight: it grows while it binds, and stays in its bounds."""
+"""Adaptive limits: when they grow and shrink, and closed loops on both simulated profiles."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import random
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.limits import GAUGE_SECONDS, WINDOW_SECONDS, AdaptiveLimit, Bounds
+from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
+from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
+from dspy_flashevolve.sim.batching import BatchDriver
+from dspy_flashevolve.sim.profiles import PROFILES
+from dspy_flashevolve.sim.virtual import run
+from tests.engine.stepped import Asker
 
 
-class Watch:
-    """A clock that a test moves, and whether requests wait because of the limit."""
+class Bench:
+    """A limit, its clock, and whether it binds."""
 
-    def __init__(self, bounds: Bounds) -> None:
-        self.seconds, self.is_pressed = 0.0, True
+    def __init__(self, start: int, high: int = 256) -> None:
+        self.now, self.binds = 0.0, True
         self.changes: list[tuple[int, int, str]] = []
         self.limit = AdaptiveLimit(
-            bounds, lambda: self.seconds, lambda: self.is_pressed, lambda *change: self.changes.append(change)
+            Bounds(start, high), lambda: self.now, lambda: self.binds, lambda *change: self.changes.append(change)
         )
 
-    def answer(self, count: int) -> None:
-        self.seconds += WINDOW_SECONDS
-        for _ in range(count):
+    def answers(self, count: int, seconds: float = 1.0) -> int:
+        """So many answers, the last of them after that time; the limit then."""
+        for _ in range(count - 1):
             self.limit.record_answer()
-        self.seconds += WINDOW_SECONDS
+        self.now += seconds
         self.limit.record_answer()
+        return self.limit.limit
 
 
-def test_it_grows_while_it_binds_and_not_otherwise() -> None:
-    watch = Watch(Bounds(start=4, high=64))
-    watch.answer(4)
-    assert 4 < watch.limit.limit <= 64
-    grown, watch.is_pressed = watch.limit.limit, False
-    watch.answer(40)
-    assert watch.limit.limit == grown
+def test_before_the_first_sign_of_saturation_every_answer_adds_slots_but_a_window_at_most_doubles() -> None:
+    assert Bench(40).answers(3) == 46
+    assert Bench(4).answers(3) == 8
 
 
-def test_a_cut_takes_half_of_it_at_most_and_is_told() -> None:
-    watch = Watch(Bounds(start=32, high=64))
-    watch.limit.cut(in_flight=1, reason="refusals")
-    assert 12 <= watch.limit.limit <= 16
-    assert watch.changes[-1][0] == 32
-    assert watch.changes[-1][2] == "refusals"
+def test_after_a_cut_one_slot_is_added_at_a_time_and_not_before_the_ceiling_is_old() -> None:
+    bench = Bench(101)
+    bench.limit.cut(100, "refused")
+    assert bench.limit.limit == 95
+    assert bench.answers(50, seconds=50.0) == 95
+    assert [bench.answers(5, seconds=11.0), bench.answers(5, seconds=0.5), bench.answers(5)] == [96, 96, 97]
+
+
+@pytest.mark.parametrize(("in_flight", "limit"), [(110, 104), (100, 95), (50, 52), (0, 52)])
+def test_a_cut_leaves_what_the_endpoint_works_on_and_takes_half_at_most(in_flight: int, limit: int) -> None:
+    bench = Bench(110)
+    bench.limit.cut(in_flight, "refused")
+    assert bench.changes == [(110, limit, "refused")]
+
+
+def test_what_does_not_bind_does_not_grow() -> None:
+    bench = Bench(8)
+    bench.binds = False
+    assert bench.answers(5) == 8
+
+
+def test_a_gauge_with_room_lets_it_grow_before_anything_has_ended_and_one_without_keeps_it() -> None:
+    bench = Bench(20)
+    bench.now = 1.0
+    bench.limit.record_gauge(waiting=0, running=20, cache_use=0.2)
+    assert bench.limit.limit == 30
+    for waiting, cache_use in ((1, 0.1), (0, 0.95)):
+        bench.limit.record_gauge(waiting, 8, cache_use)
+        assert bench.answers(5) == 30
+    assert bench.answers(5, seconds=6.0) > 30, "the gauges are too old"
 
 
 def test_it_shrinks_to_what_runs_when_many_wait_in_the_server_twice_in_a_row() -> None:
-    watch = Watch(Bounds(start=32, high=64))
-    for _ in range(2):
-        watch.seconds += WINDOW_SECONDS
-        watch.limit.record_gauge(waiting=20, running=12, cache_use=0.5)
-    assert watch.limit.limit == 12
+    bench = Bench(160)
+    for limit in (160, 100):
+        bench.now += 1.0
+        bench.limit.record_gauge(waiting=60, running=100, cache_use=0.5)
+        assert bench.limit.limit == limit
+    assert bench.changes == [(160, 100, "requests wait in the server")]
 
 
-@pytest.mark.parametrize("wrong", [{"start": 0}, {"start": 5, "high": 4}, {"start": 1, "low": 2}])
-def test_bounds_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigurationError, match="adaptive limit"):
-        Bounds(**wrong)
+@pytest.mark.parametrize(("start", "high"), [(0, 8), (9, 8)])
+def test_bounds_that_cannot_be_are_refused(start: int, high: int) -> None:
+    with pytest.raises(ConfigurationError, match="expected 1 <= start <= high"):
+        Bounds(start, high)
 
 
 SIGNALS = st.one_of(
-    st.tuples(st.just("answer"), st.integers(0, 50)),
-    st.tuples(st.just("cut"), st.integers(0, 100)),
-    st.tuples(st.just("gauge"), st.integers(0, 100)),
-    st.tuples(st.just("wait"), st.floats(0, 3 * GAUGE_SECONDS)),
+    st.tuples(st.just("answer")),
+    st.tuples(st.just("cut"), st.integers(0, 500)),
+    st.tuples(st.just("gauge"), st.floats(0, 1000), st.floats(0, 1000), st.floats(0, 2)),
 )
 
 
-@given(st.integers(1, 8), st.integers(0, 8), st.integers(0, 64), st.lists(SIGNALS, max_size=60), st.booleans())
+@given(st.integers(1, 40), st.integers(0, 60), st.lists(st.tuples(st.floats(0, 90), SIGNALS)))
 def test_no_signals_drive_it_out_of_its_bounds(
-    low: int, more: int, most: int, signals: list[Any], pressed: bool
+    start: int, more: int, signals: list[tuple[float, tuple[object, ...]]]
 ) -> None:
-    bounds = Bounds(low=low, start=low + more, high=low + more + most)
-    watch = Watch(bounds)
-    watch.is_pressed = pressed
-    for kind, value in signals:
-        if kind == "answer":
-            watch.answer(value)
-        elif kind == "cut":
-            watch.limit.cut(value, "refusals")
-        elif kind == "gauge":
-            watch.limit.record_gauge(waiting=value, running=value / 2, cache_use=0.5)
+    bench = Bench(start, start + more)
+    for seconds, (name, *values) in signals:
+        bench.now += seconds
+        if name == "cut":
+            bench.limit.cut(*values, "refused")  # type: ignore[misc,arg-type]
         else:
-            watch.seconds += value
-        assert bounds.low <= watch.limit.limit <= bounds.high
+            getattr(bench.limit, f"record_{name}")(*values)
+        assert 1 <= bench.limit.limit <= start + more
+
+
+# Closed loops: requests without end, through slots and endpoint, to a simulated backend in virtual time
+
+
+@dataclass
+class Outcome:
+    tokens_per_second: float = 0.0
+    sent_late: int = 0
+    refused_late: int = 0
+    events: list[Event] = field(default_factory=list[Event])
+
+
+class Loop:
+    """Rollouts of one request each."""
+
+    def __init__(self, profile: str, slots: int, rules: Bounds | None, gauges: bool) -> None:
+        self.profile, self.gauges, self.outcome = PROFILES[profile], gauges, Outcome()
+        self.clock = asyncio.get_running_loop().time
+        self.driver = BatchDriver(self.profile, time_scale=1.0)
+        bus = EventBus([self.outcome.events.append])
+        self.scheduler = Scheduler(slots, ["work"], {"work": "e"}, self.clock)
+        endpoints = Endpoints({"work": ["e"]}, rules, self.scheduler, bus, self.clock, RetryPolicy(), random.Random(0))
+        self.endpoint = endpoints.endpoint("e")
+        self.draw = random.Random(0)
+
+    async def request(self, tokens: int) -> None:
+        slot, sent = current_slot(), TrackedRequest()
+        while True:
+            await self.endpoint.admit(slot)
+            self.endpoint.record_sent(sent)
+            if await self.answered(tokens):
+                self.endpoint.record_reply(sent)
+                return
+            self.endpoint.record_refusal(sent, self.profile.retry_after_seconds)
+            self.endpoint.record_failure(sent, "429")
+            await self.endpoint.pause_before_retry(slot, sent, self.profile.retry_after_seconds)
+
+    async def answered(self, tokens: int) -> bool:
+        late = self.clock() > 10
+        self.outcome.sent_late += late
+        limit = self.profile.concurrency_limit
+        if limit is not None and self.driver.in_flight >= limit:
+            self.outcome.refused_late += late
+            await asyncio.sleep(0.02)
+            return False
+        generation = self.driver.submit(350, tokens)
+        try:
+            await generation.finished
+        finally:
+            self.driver.release(generation)
+        return True
+
+    async def work(self) -> None:
+        while True:
+            tokens = self.profile.task_length.tokens(self.draw.uniform(1e-6, 1 - 1e-6))
+            await self.scheduler.run("work", Asker(0), partial(self.request, tokens))
+
+    async def poll(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            load = self.driver.load()
+            self.endpoint.record_gauge(load.waiting, load.running, load.kv_tokens / self.profile.kv_cache_tokens)
+
+
+@lru_cache
+def closed_loop(profile: str, slots: int, start: int | None = None, gauges: bool = False) -> Outcome:
+    async def main() -> Outcome:
+        loop = Loop(profile, slots, None if start is None else Bounds(start=start, high=slots), gauges)
+        tasks = [asyncio.ensure_future(loop.work()) for _ in range(slots + 50)]
+        if gauges:
+            tasks.append(asyncio.ensure_future(loop.poll()))
+        await asyncio.sleep(120.0)
+        loop.outcome.tokens_per_second = loop.driver.load().generated_tokens / 120.0
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return loop.outcome
+
+    return run(main)
+
+
+H100, API = "h100-qwen3-8b", "api-gpt-4o-mini"
+
+
+@pytest.mark.parametrize(("profile", "gauges"), [(H100, False), (H100, True), (API, False)])
+def test_it_reaches_nine_tenths_of_the_best_fixed_limit_without_being_told_it(profile: str, gauges: bool) -> None:
+    best = max(closed_loop(profile, slots).tokens_per_second for slots in (64, 128))
+    adaptive = closed_loop(profile, 256, start=8, gauges=gauges)
+    assert adaptive.tokens_per_second >= 0.9 * best
+    assert adaptive.refused_late < 0.01 * adaptive.sent_late
+
+
+def test_a_fixed_limit_above_the_endpoints_own_pauses_it_instead_of_hammering_it() -> None:
+    outcome = closed_loop(API, 128)
+    assert any(isinstance(event, EndpointPaused) for event in outcome.events)
+    assert outcome.tokens_per_second > closed_loop(API, 64).tokens_per_second
+
+
+def test_every_change_is_an_event() -> None:
+    changes = [
+        event for event in closed_loop("api-gpt-4o-mini", 256, start=8).events if isinstance(event, LimitChanged)
+    ]
+    assert changes[0].before == 8
+    assert {event.name for event in changes} == {"e"}
+    assert {event.reason for event in changes} == {"it binds", "refused"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.events import EventBus
-from dspy_flashevolve.engine.rates import RateLimit, ReportedLimit, TokenEstimate
+from dspy_flashevolve.engine.rates import RateLimit, ReportedLimit
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.quota import Counting, Quota, QuotaCounter
@@ -147,6 +147,35 @@ def test_a_provider_says_less_than_the_user_or_the_user_less_than_the_provider()
     run(main)
 
 
+def test_a_refusal_of_which_the_headers_say_that_nothing_is_left_holds_up_all_and_any_other_none() -> None:
+    async def main() -> None:
+        limit = known()
+        limit.record_refusal(20.0)
+        limit.record_reported_limits({"requests": ReportedLimit(60, 1, 30.0)})
+        limit.record_refusal(20.0)
+        await limit.admit(1.0, anyio.sleep)
+        assert now() == 0.0
+        limit.record_reported_limits({"requests": ReportedLimit(60, 0, 30.0)})
+        limit.record_refusal(20.0)
+        await limit.admit(1.0, anyio.sleep)
+        assert 19.0 < now() < 21.0
+        await limit.admit(1.0, anyio.sleep)
+        assert now() < 23.0, "what was reported of that moment is over"
+
+    run(main)
+
+
+def test_two_runs_on_a_key_share_what_its_headers_say_is_left() -> None:
+    async def main() -> None:
+        provider, limits = Provider(Quota(600, 10**9)), [known(), known()]
+        both = [worker for limit in limits for worker in workers(limit, provider, [1], told=True)]
+        await for_minutes(4, *both)
+        assert provider.refused <= 0.02 * len(provider.taken)
+        assert len(provider.taken) >= 0.9 * 2400
+
+    run(main)
+
+
 def test_without_a_limit_nothing_waits_and_answers_of_a_cache_use_nothing_up() -> None:
     async def main() -> None:
         free = RateLimit(now)
@@ -154,8 +183,8 @@ def test_without_a_limit_nothing_waits_and_answers_of_a_cache_use_nothing_up() -
             await free.admit(1e6, anyio.sleep)
         limit = known(requests=6, tokens=1000)
         for _ in range(1000):
-            await limit.admit(10.0, anyio.sleep)
-            limit.correct(-1.0, -10.0)
+            await limit.admit(10, anyio.sleep)
+            limit.correct(-1.0, -10)
         assert now() < 10.0
 
     run(main)
@@ -208,9 +237,14 @@ def test_a_program_that_ends_without_a_request_leaves_room_for_the_next() -> Non
     run(main)
 
 
-def test_an_estimate_follows_what_requests_have_cost() -> None:
-    estimate = TokenEstimate()
-    assert estimate.expected_tokens(400, most_written=100) == 200.0
-    for _ in range(100):
-        estimate.record_usage(400, read=200, written=50)
-    assert estimate.expected_tokens(800) == pytest.approx(450.0, rel=0.01)
+def test_a_request_is_expected_to_cost_what_others_of_its_stage_have_cost() -> None:
+    async def main() -> None:
+        limit = known(tokens=1000)
+        for _ in range(100):
+            limit.record_cost("rollout", 250.0, limit.expected_tokens("rollout"))
+            limit.record_cost("propose", 3000.0, limit.expected_tokens("propose"))
+        assert limit.expected_tokens("rollout") == pytest.approx(250.0)
+        assert limit.expected_tokens("propose") == pytest.approx(3000.0)
+        assert limit.expected_tokens("screen") == pytest.approx(1625.0)
+
+    run(main)

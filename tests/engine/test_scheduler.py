@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.errors import ConfigurationError
@@ -26,6 +26,11 @@ from dspy_flashevolve.engine.scheduler import (
 from tests.engine.stepped import STAGES, Asker, Stepped, settle, stepped
 
 ENDPOINTS = {"rollout": "task", "screen": "task", "validate": "task", "propose": "reflection"}
+
+
+def busy_at(scheduler: Scheduler, endpoint: str) -> int:
+    """Slots held now by requests of one endpoint."""
+    return scheduler._endpoint(endpoint).busy
 
 
 # The limits
@@ -65,6 +70,39 @@ async def act(on: Stepped, action: Any, limits: dict[str, int], shares: dict[str
     await settle()
 
 
+@settings(max_examples=200)
+@given(st.integers(1, 6), st.lists(ACTIONS, max_size=40))
+def test_no_limit_is_exceeded_by_a_grant_and_no_slot_that_somebody_may_have_is_free(
+    total: int, actions: list[Any]
+) -> None:
+    limits, shares = dict[str, int](), dict[str, int]()
+
+    def within() -> None:
+        stages = on.scheduler.statistics().stages
+        assert sum(one.running for one in stages.values()) <= total
+        for endpoint, limit in limits.items():
+            assert busy_at(on.scheduler, endpoint) <= limit
+        for stage, share in shares.items():
+            assert stages[stage].running <= share
+
+    on = Stepped(total, within, endpoints=ENDPOINTS)
+
+    async def main() -> None:
+        for action in actions:
+            await act(on, action, limits, shares)
+            seen = on.scheduler.statistics()
+            assert seen.busy == len(on.of("held"))
+            for name, one in seen.stages.items():
+                full = busy_at(on.scheduler, ENDPOINTS[name]) >= limits.get(ENDPOINTS[name], total)
+                assert seen.busy >= total or full or one.running >= shares.get(name, total) or not one.waiting
+        await on.end_all()
+
+    stepped(main)
+    seen = on.scheduler.statistics()
+    assert seen.busy == sum(one.waiting for one in seen.stages.values()) == 0
+    assert not on.scheduler._lines, "nothing is kept of a line that has come to its end"
+
+
 def test_a_validation_of_300_examples_takes_every_free_slot_and_does_not_block_a_screen_of_3() -> None:
     on = Stepped(8)
 
@@ -89,6 +127,23 @@ def test_validations_do_not_share_the_more_valuable_one_ends_first() -> None:
         await on.ask("validate", Asker(2, value=0.9), 20)
         await on.end(20)
         assert on.granted == [("validate", 1)] * 4 + [("validate", 2)] * 20
+        await on.end_all()
+
+    stepped(main)
+
+
+def test_an_endpoint_that_is_full_does_not_hold_up_another() -> None:
+    on = Stepped(8, endpoints=ENDPOINTS)
+    on.scheduler.resize(2, "task")
+
+    async def main() -> None:
+        await on.ask("validate", 1, 6)
+        await on.ask("propose", 2, 3)
+        assert on.granted == [("validate", 1)] * 2 + [("propose", 2)] * 3
+        assert on.scheduler.idle == 0, "at the one that is full"
+        assert (busy_at(on.scheduler, "task"), busy_at(on.scheduler, "reflection")) == (2, 3)
+        await on.end()
+        assert on.granted[-1] == ("validate", 1)
         await on.end_all()
 
     stepped(main)
@@ -277,6 +332,21 @@ def test_seconds_in_slots_are_counted_a_stage() -> None:
     assert (seen.peak, seen.busy, seen.busy_seconds, seen.limit_seconds) == (1, 0, 4.0, 4.0)
 
 
+def test_slots_and_limits_are_summed_over_time() -> None:
+    on = Stepped(4)
+
+    async def main() -> None:
+        on.clock.now = 5.0  # nothing is counted before the first request
+        await on.ask("screen", 1, 2)
+        on.clock.now = 8.0
+        on.scheduler.resize(2, "")
+        on.clock.now = 10.0
+        await on.end_all()
+
+    stepped(main)
+    assert on.scheduler.statistics().limit_seconds == 4 * 3 + 2 * 2
+
+
 def test_slots_that_are_held_beyond_a_limit_which_fell_are_among_those_that_there_were() -> None:
     on = Stepped(4)
 
@@ -406,6 +476,35 @@ def test_parts_of_one_request_share_its_slot() -> None:
 
     stepped(main)
     assert busy == [0, 0, 0, 1, 1, 1, 1]
+    assert scheduler.statistics().busy == 0
+
+
+def test_requests_beside_one_that_gave_its_slot_back_stay_within_the_limit_and_leave_no_slot_held() -> None:
+    scheduler, busy = Scheduler(2, STAGES), list[int]()
+
+    async def inner() -> int:
+        slot = current_slot()
+        assert slot is not None
+        assert slot.step_and_stage == (1, "screen")
+        await settle()
+        busy.append(scheduler.statistics().busy)
+        return 5
+
+    async def call() -> list[int]:
+        outer = current_slot()
+        assert outer is not None
+        async with outer.released(is_retry=False):
+            assert not outer.is_retrying, "it waits for no next attempt"
+            made = await asyncio.gather(*(outer.run_beside(inner) for _ in range(5)))
+            assert current_slot() is outer
+            assert scheduler.statistics().busy == 0
+        return made
+
+    async def main() -> None:
+        assert await scheduler.run("screen", Asker(1), call) == [5] * 5
+
+    stepped(main)
+    assert max(busy) == 2
     assert scheduler.statistics().busy == 0
 
 

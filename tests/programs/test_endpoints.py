@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -18,7 +19,7 @@ import pytest
 from dspy.lm15 import RateLimitError
 from dspy.utils.callback import BaseCallback
 from dspy.utils.dummies import DummyLM
-from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError
+from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError, LMTimeoutError
 
 from dspy_flashevolve import AsyncGEPA, Workflow
 from dspy_flashevolve.engine.endpoints import Endpoints, groups_of
@@ -37,6 +38,7 @@ from dspy_flashevolve.programs.servers import account_of, endpoint_of, watch, wa
 from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from dspy_flashevolve.sim.virtual_loop import LOOP_OF
+from tests.broken_server import BrokenServer
 from tests.engine.stepped import Asker
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for
 
@@ -162,6 +164,31 @@ def test_another_rollout_takes_the_slot_meanwhile() -> None:
         return ended
 
     assert in_run(body, slots=1) == ["other", "refused"]
+
+
+def test_a_burst_of_refusals_pauses_the_whole_endpoint() -> None:
+    lm, asked = failing(6, limited), list[float]()
+
+    async def body(made: Run) -> None:
+        paced = made.models.pace(lm)
+        clock = asyncio.get_running_loop().time
+        inner = lm._async_engine_spec.engine.answer
+
+        def answer(prompt: str) -> str:
+            asked.append(clock())
+            return inner(prompt)
+
+        paced._async_engine_spec.engine.answer = answer
+
+        async def late(n: int) -> None:
+            await anyio.sleep(1.0 + n)
+            await made.ask(lm, f"late {n}")
+
+        await asyncio.gather(made.ask_all(lm, 6), *(late(n) for n in range(3)))
+
+    in_run(body)
+    assert len(asked) == 15
+    assert [seconds for seconds in asked if 0 < seconds < 7.0] == []
 
 
 class Asking(dspy.Module):
@@ -485,6 +512,20 @@ def test_lms_at_one_address_share_an_endpoint() -> None:
     assert endpoint_of(fake_lm(lambda prompt: "")) == "fake"
 
 
+@pytest.mark.parametrize("error", [limited, lambda: LMTimeoutError("late")])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_refusals_and_timeouts_in_a_row_reach_the_limit(error: Any, asynchronous: bool) -> None:
+    lm = failing(5, error)
+
+    async def body(made: Run) -> None:
+        await made.ask_all(lm, 20, asynchronous)
+        changes = [event for event in made.events if isinstance(event, LimitChanged)]
+        assert (changes[0].name, changes[0].before) == ("fake", 12)
+        assert changes[0].after < 12
+
+    in_run(body, slots=64, adaptive=Bounds(start=12, high=64))
+
+
 def test_a_limit_grows_with_answers_from_the_loop_and_from_threads_alike() -> None:
     def grown(asynchronous: bool) -> tuple[int, int]:
         model = SimulatedModel()
@@ -633,6 +674,22 @@ def test_only_addresses_are_watched() -> None:
 
 
 # Limits a minute
+
+
+def test_answers_of_dspys_cache_use_up_nothing_of_a_limit(tmp_path: Path) -> None:
+    with BrokenServer() as server:
+        lm = server.lm("good", "litellm", cache=True, rpm=60)
+
+        async def body(made: Run) -> float:
+            for _ in range(20):
+                await made.ask(lm, f"the same {tmp_path}")
+            rate = made.models.endpoints.rate_limit(endpoint_of(lm), account_of(lm, endpoint_of(lm)))
+            assert rate.limits == {"requests": 60}
+            began = asyncio.get_running_loop().time()
+            await rate.admit(0.0, anyio.sleep)
+            return asyncio.get_running_loop().time() - began
+
+        assert in_run(body, virtually=False, names={endpoint_of(server.lm("good"))}) <= 1.1
 
 
 def test_a_limit_is_learnt_from_a_refusal_where_the_engine_shows_no_other_headers() -> None:
