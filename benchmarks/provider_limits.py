@@ -26,7 +26,6 @@ from unittest import mock
 import anyio
 import dspy
 from dspy.lm15 import Message, RateLimitError, Request, Response, TextPart, Usage
-from dspy_flashevolve.sim.reply_model import Choices
 
 from benchmarks.measure import silence
 from benchmarks.results import RESULTS, append_json_lines, table
@@ -36,6 +35,7 @@ from dspy_flashevolve.sim import PROFILES, REPLY_MODELS, HouseRules, Quota
 from dspy_flashevolve.sim.quota import QuotaCounter
 from dspy_flashevolve.sim.replies import reply_to
 from dspy_flashevolve.sim.virtual import chat_request, run
+from dspy_flashevolve.sim.words import Choices
 
 HEADER = ("case", "optimizer", "seconds", "answered", "refused", "most in 10 s", "least in 10 s", "warnings")
 FAST, SLOW = "http://fast/v1", "http://slow/v1"

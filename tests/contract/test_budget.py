@@ -219,7 +219,8 @@ def unspent(calls: int, model: str, predictors: Literal[1, 2] = 1, seed: int = 0
 
 @pytest.mark.parametrize("model", ["obliging", "plain", "strong", "rewriting"])
 def test_no_head_is_validated_that_leaves_calls_for_neither_a_step_nor_the_last_heads_validation(model: str) -> None:
-    assert unspent(60, model) < 2 * 3, "two minibatches"
+    step = 2 * 3 if model != "rewriting" else 2 * 3 + 10  # a whole text that is better is validated for itself
+    assert unspent(60, model) < step, "two minibatches, and a validation where each child stands for itself"
 
 
 @pytest.mark.parametrize(

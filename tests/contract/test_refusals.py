@@ -209,7 +209,7 @@ def test_runs_on_a_key_with_a_limit_a_minute_use_most_of_it_whether_or_not_it_is
         assert (stats.outcome, stats.ended["failed"], stats.unanswered_examples) == ("finished", 0, 0)
     minutes = max(details.async_stats.seconds for details in finished) / 60
     assert provider.answered > 0.75 * 120 * minutes
-    assert provider.refused < (0.02 if sends_headers else 1.0) * provider.answered
+    assert provider.refused < (0.02 if sends_headers else 1.1) * provider.answered
 
 
 # Several servers of one model

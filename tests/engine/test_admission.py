@@ -67,9 +67,11 @@ def test_while_there_may_be_fewer_slots_the_bounds_shrink_with_them(
         assert rule.admits(load)
 
 
-@pytest.mark.parametrize(("joins", "alone"), [(True, 8), (None, 1), (False, 2)])
-def test_a_budget_is_spread_by_what_children_are_like(joins: bool | None, alone: int) -> None:
-    rule = SearchWidth(Workflow(), 64, 3, lambda: joins, lambda: 25, True)
+@pytest.mark.parametrize(
+    ("joins", "expects_edits", "alone"), [(True, True, 8), (None, True, 8), (None, False, 1), (False, True, 2)]
+)
+def test_a_budget_is_spread_by_what_children_are_like(joins: bool | None, expects_edits: bool, alone: int) -> None:
+    rule = SearchWidth(Workflow(), 64, 3, lambda: joins, lambda: 25, expects_edits)
     loads = [replace(IDLE, live=live, calls_left=600, calls_per_step=25.0) for live in range(20)]
     assert sum(map(rule.admits, loads)) == alone
     late = [replace(load, calls_left=150, ended=18) for load in loads]
