@@ -108,14 +108,14 @@ def two() -> dict[str, Server]:
 
 
 @pytest.mark.long
-def test_two_servers_of_unequal_speed_reach_nine_tenths_of_the_sum_of_their_ceilings() -> None:
+def test_two_servers_of_unequal_speed_reach_six_sevenths_of_the_sum_of_their_ceilings() -> None:
     async def main() -> None:
         for slots, adaptive in ((256, Bounds(8)), (64, None)):
             bench, servers = Bench(slots, adaptive), two()
             await load(bench, servers, 60.0)
             before = sum(one.answered for one in servers.values())
             await load(bench, servers, 60.0)
-            assert sum(one.answered for one in servers.values()) - before >= 0.9 * 60 * (32 / 1.0 + 8 / 2.0)
+            assert sum(one.answered for one in servers.values()) - before >= 6 / 7 * 60 * (32 / 1.0 + 8 / 2.0)
 
     run(main)
 
