@@ -108,7 +108,6 @@ CHANGES: dict[str, tuple[str, Callable[[str], Change]]] = {
     "staleness": ("full, guarded or reflective", _named("staleness", "full", "guarded", "reflective")),
     "minibatch": ("a number", _minibatch),
     "prefix": ("a share", _share("validate")),
-    "rollout": ("a share", _share("rollout")),
     "admission": ("live:N", _admission),
     "controller": ("median or none", _controller),
     "workers": ("STAGE:N,...", _workers),

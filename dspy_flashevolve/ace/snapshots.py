@@ -142,8 +142,8 @@ class Snapshots:
         return self._split(self._saved, playbook)
 
     def _split(self, calls: Reservation, playbook: Playbook) -> Reservation | None:
-        needed = self._unpaid(playbook)
-        return calls.split(needed) if calls.open >= needed else None
+        part = Reservation(self._budget, 0)
+        return part if calls.lend(part, self._unpaid(playbook)) else None
 
     async def _offer(self, playbook: Playbook) -> None:
         """Let a playbook wait for its validation, unless that has begun before."""

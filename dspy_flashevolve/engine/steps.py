@@ -98,12 +98,11 @@ class Budget:
 class Reservation:
     """Calls set aside for one step. Made by :meth:`Budget.reserve`."""
 
-    def __init__(self, budget: Budget, calls: int, parent: Reservation | None = None) -> None:
+    def __init__(self, budget: Budget, calls: int) -> None:
         self._budget = budget
-        self._parent = parent
         self.open = calls
         self.settled = 0
-        """Calls of it that were spent, those of its parts included."""
+        """Calls of it that were spent."""
 
     def settle(self, calls: int = 1) -> None:
         """Count ``calls`` of the reservation as spent.
@@ -116,10 +115,7 @@ class Reservation:
         self.open -= calls
         self._budget.reserved -= calls
         self._budget.spent += calls
-        reservation: Reservation | None = self
-        while reservation is not None:
-            reservation.settled += calls
-            reservation = reservation._parent
+        self.settled += calls
 
     def extend(self, calls: int) -> bool:
         """Set more calls aside; False (and nothing changes) when they do not fit."""
@@ -140,17 +136,6 @@ class Reservation:
         self.open -= calls
         other.open += calls
         return True
-
-    def split(self, calls: int) -> Reservation:
-        """A part with ``calls`` that are still open, to be settled and refunded by itself.
-
-        Raises:
-            BudgetError: more than are open.
-        """
-        other = Reservation(self._budget, 0, self)
-        if not self.lend(other, calls):
-            raise BudgetError(f"cannot split {calls} calls off: {self.open} are reserved.")
-        return other
 
     def refund(self) -> None:
         """Give back what is still open. Calling it again does nothing."""

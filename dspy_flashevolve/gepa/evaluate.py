@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from dspy_flashevolve.gepa.consolidations import CONSOLIDATION
 from dspy_flashevolve.gepa.heads import is_surely_better
 from dspy_flashevolve.gepa.options import Parts
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Batch, Candidate, Screened, Task, Validated, ValidationPlan, evaluation_of
+from dspy_flashevolve.gepa.records import Batch, Candidate, Screened, Validated, ValidationPlan, evaluation_of
 from dspy_flashevolve.gepa.settings import Workflow
 from dspy_flashevolve.programs.evaluation_events import announce_evaluation
 from dspy_flashevolve.programs.program import ProgramRunner
@@ -312,69 +312,6 @@ class Evaluations:
         examples = self._pool.loader.fetch(list(ids))
         rollouts = await self._evaluated(stage, step, candidate, "val", ids, examples, step.reservation, traced)
         return dict(zip(ids, rollouts, strict=True))
-
-    async def parent(self, step: Step, task: Task, whole: bool) -> tuple[Batch, Callable[[], Awaitable[Batch]] | None]:
-        """Run a task's parent on its minibatch until enough has finished to reflect on; the rest runs on beside.
-
-        The rest has a budget of its own, so that the step may end before it does.
-
-        Args:
-            whole: all of it is set aside; else nothing is released early.
-
-        Returns:
-            The evaluation of the part that is there, in the order of the minibatch, and what waits for that of all;
-            None where nothing is missing.
-
-        Raises:
-            RolloutUnresolvedError: the provider gave no answer, and what is there is not enough.
-        """
-        size = len(task.minibatch_ids)
-        needed = released_at(self._workflow.rollout, size)
-
-        async def evaluated(pays: Reservation, watch: Watch | None = None) -> Batch:
-            return await self.minibatch(
-                "rollout", step, task.parent_candidate, task.minibatch_ids, task.minibatch, pays=pays, watch=watch,
-                reflected=True,
-            )  # fmt: skip
-
-        if self._run.lockstep or not whole or needed == size:
-            return await evaluated(step.reservation), None
-        pays = step.reservation.split(size)
-        enough, ended, finished_rollouts, done = anyio.Event(), anyio.Event(), dict[int, Rollout](), list[Batch]()
-        failure = RolloutUnresolvedError("the run ended before the rest of the minibatch did")
-
-        def finished(index: int, rollout: Rollout) -> bool:
-            finished_rollouts[index] = rollout
-            if len(finished_rollouts) >= needed and self._worth_reflecting(finished_rollouts.values()):
-                enough.set()
-            return True
-
-        async def rest() -> None:
-            nonlocal failure
-            try:
-                done.append(await evaluated(pays, finished))
-            except RolloutUnresolvedError as error:
-                failure = error
-            finally:
-                pays.refund()
-                ended.set()
-                enough.set()
-
-        async def late() -> Batch:
-            await ended.wait()
-            if not done:
-                raise failure
-            return done[0]
-
-        await self._run.run_in_background(rest)
-        await enough.wait()
-        if len(finished_rollouts) < needed or not self._worth_reflecting(finished_rollouts.values()):
-            await late()  # raises where the others had no answer
-        return as_batch([finished_rollouts[index] for index in sorted(finished_rollouts)]), late
-
-    def _worth_reflecting(self, rollouts: Iterable[Rollout]) -> bool:
-        """Whether there is a trace, and a score that could be better where perfect ones are skipped."""
-        return self._pool.nothing_in(as_batch(list(rollouts))) is None
 
     def _is_proposed(self, step: Step) -> bool:
         """Whether an interrupted run had the step's proposals already, so that nobody reflects on its traces."""

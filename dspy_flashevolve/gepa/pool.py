@@ -624,7 +624,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def finish(self) -> None:
         """Write the checkpoint and report that the run came to its end."""
         self.reports.end_steps()  # a stop came while a step was selecting
-        self.count_calls()  # the late part of a minibatch may end after its step
+        self.count_calls()
         if self.seed_confirmed:
             self.save(force=True)
             best = self.best_index

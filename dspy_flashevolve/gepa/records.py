@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,15 +40,13 @@ class Parent:
 
     Args:
         index: position of the task in the step.
-        evaluation: on the part of the minibatch that has finished.
-        late: waits for the evaluation on all of it; None where nothing is missing.
+        evaluation: on its minibatch.
         base: see :class:`Selected`.
     """
 
     index: int
     task: Task
     evaluation: Batch
-    late: Callable[[], Awaitable[Batch]] | None
     base: int | None
 
 

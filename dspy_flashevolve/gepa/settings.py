@@ -74,13 +74,11 @@ def edits_of(search: Any) -> Edits | None:
 
 @dataclass(frozen=True, slots=True)
 class Workflow:
-    """How steps overlap, and what ends them: how early stages release their output, how many steps there are, whose
-    slots they get, how long a rollout may take, how long nobody answers before the run ends, and how long a candidate
-    may be.
+    """How steps overlap, and what ends them: how early a validation releases its output, how many steps there are,
+    whose slots they get, how long a rollout may take, how long nobody answers before the run ends, and how long a
+    candidate may be.
 
     Args:
-        rollout: share of a parent's minibatch after which reflection starts, on what is there; above 0, up to 1. The
-            others run on: they are paid, remembered, and compared with the child's.
         validate: share of the validation set, the prefix, after which a candidate whose score there is above the pool's
             best on the same examples may be selected; the rest runs on. The default waits for the whole: it made the
             best programs (docs/scheduling.md).
@@ -107,7 +105,6 @@ class Workflow:
             number above 0, or workers that are neither a count nor a pair of counts in order.
     """
 
-    rollout: float = 1.0
     validate: float = 1.0
     rounds: int = 3
     live_steps: int | None = None
@@ -118,10 +115,9 @@ class Workflow:
     max_candidate_characters: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rollout", "validate"):
-            share = getattr(self, name)
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-                raise ConfigurationError(f"Workflow: {name} is {share!r}, expected a share above 0 and up to 1.")
+        share: Any = self.validate
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigurationError(f"Workflow: validate is {share!r}, expected a share above 0 and up to 1.")
         for name in ("rounds", "live_steps", "max_candidate_characters"):
             count = getattr(self, name)
             if count is None and name != "rounds":

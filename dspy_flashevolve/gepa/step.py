@@ -44,6 +44,7 @@ from dspy_flashevolve.gepa.records import (
     Proposal,
     Screened,
     Selected,
+    Task,
     Validated,
     task_key,
 )
@@ -314,11 +315,16 @@ class GepaLoop:
             raise StepEnded(EndKind.DISCARDED, "there is nothing to work on within the budget")
         await pool.write(pool.reports.parents_begin, step, tasks)
         unique = {task_key(task): task for task in tasks}
-        whole = step.reservation.cover(sum(len(task.minibatch_ids) for task in unique.values()))
-        done = await gather([lambda task=task: self._evaluations.parent(step, task, whole) for task in unique.values()])
+
+        async def evaluated(task: Task) -> Batch:
+            return await self._evaluations.minibatch(
+                "rollout", step, task.parent_candidate, task.minibatch_ids, task.minibatch, reflected=True
+            )
+
+        done = await gather([lambda task=task: evaluated(task) for task in unique.values()])
         by_key = dict(zip(unique, done, strict=True))
         parents = [
-            Parent(index, task, *by_key[task_key(task)], base)
+            Parent(index, task, by_key[task_key(task)], base)
             for index, (task, base) in enumerate(zip(tasks, work.bases, strict=True))
         ]
         await pool.write(pool.record_parents, step, tasks, [parent.evaluation for parent in parents])
@@ -425,29 +431,27 @@ class GepaLoop:
     async def _screened(self, step: Step, child: Child) -> tuple[Child, Batch] | None:
         """Run a child on its parent's minibatch; None where it was given up, since it could not pass any more."""
         parent, task, ids = child.parent, child.parent.task, child.parent.task.minibatch_ids
-        whole: Batch | None = parent.evaluation if parent.late is None and child.patched is None else None
+        whole: Batch | None = parent.evaluation if child.patched is None else None
         gate = self._evaluations.gate(len(ids), lambda: None if whole is None else sum(whole.scores))
 
-        async def rest_of_parent() -> Batch:
+        async def base() -> Batch:
             nonlocal whole
-            if child.patched is not None:
+            if whole is None:
                 whole = await self._evaluations.minibatch("screen", step, child.source, ids, task.minibatch)
-            elif whole is None:
-                whole = parent.evaluation if parent.late is None else await parent.late()
             return whole
 
         async def evaluated() -> Batch:
             return await self._evaluations.minibatch("screen", step, child.candidate, ids, task.minibatch, watch=gate)
 
         try:
-            full, batch = await gather([rest_of_parent, evaluated])
+            full, batch = await gather([base, evaluated])
         except NoLongerWantedError:
             assert gate is not None
             assert whole is not None
             known = replace(child, parent=replace(parent, evaluation=whole))
             await self._pool.write(self._pool.give_up, step, known.proposal(step), gate.seen, len(ids))
             return None
-        return replace(child, parent=replace(parent, evaluation=full, late=None)), batch
+        return replace(child, parent=replace(parent, evaluation=full)), batch
 
     async def screen_crossover(self, step: Step, plan: Crossover) -> list[Screened]:
         """Run the child of two parents on validation examples that both were run on: gepa's merge."""

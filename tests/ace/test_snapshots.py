@@ -129,7 +129,8 @@ def test_one_that_cannot_be_paid_is_tried_again_as_samples_give_calls_back() -> 
     of.learnt(1)
     assert (of.left, of.snapshots.open, of.snapshots.unpaid) == ([], [version(1)], 1)
     for _ in range(4):
-        part = samples.split(1)
+        part = Reservation(budget, 0)
+        assert samples.lend(part, 1)
         part.refund()
         of.snapshots.save_up()
         assert budget.left == 0, "it is saved for the validation before another sample takes it"

@@ -22,7 +22,7 @@ def test_a_change_of_a_name_is_an_argument() -> None:
         "staleness": "full",
         "workflow": Workflow(validate=0.5),
     }
-    assert async_options("async+prefix=0.1+rollout=1") == {"workflow": Workflow(rollout=1.0, validate=0.1)}
+    assert async_options("async+prefix=0.1") == {"workflow": Workflow(validate=0.1)}
     assert async_options("async+admission=live:20") == {"workflow": Workflow(live_steps=20)}
     assert async_options("async+controller=median") == {"workflow": Workflow(median_seconds=10.0)}
     assert async_options("async+workers=rollout:8,propose:4") == {
@@ -36,8 +36,9 @@ def test_a_change_of_a_name_is_an_argument() -> None:
 
 
 def test_changes_are_made_in_one_order_however_they_are_written() -> None:
-    both = {"workflow": Workflow(rollout=0.5, validate=0.25)}
-    assert async_options("async+rollout=0.5+prefix=0.25") == both == async_options("async+prefix=0.25+rollout=0.5")
+    both = {"workflow": Workflow(validate=0.25, live_steps=3)}
+    for name in ("async+admission=live:3+prefix=0.25", "async+prefix=0.25+admission=live:3"):
+        assert async_options(name) == both
     bounded = {"search": "pareto", "staleness": "full", "num_threads": 128, "workflow": Workflow(live_steps=8)}
     assert async_options("async-full+admission=live:8+slots=128") == bounded
 

@@ -19,7 +19,6 @@ from typing import Any
 import dspy
 from hypothesis import strategies as st
 
-import dspy_flashevolve
 from dspy_flashevolve import AsyncGEPA, Edits, Guarded, Reflective
 from dspy_flashevolve.sim.virtual import run
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for
@@ -94,13 +93,6 @@ class Sum(dspy.Module):
         texts = {name: f"Instruction {hashed(head, [c.texts for c in children]) % 100_000}" for name in head}
         judged = [SimpleNamespace(child=c.number, verdict="orthogonal", reason="sum") for c in children]
         return dspy.Prediction(texts={name: texts[name] for c in children for name in c.texts}, verdicts=judged)
-
-
-def early(rollout: float = 1.0, validate: float = 1.0, rounds: int = 3) -> dict[str, Any]:
-    """The option of AsyncGEPA by which stages release a part of their output."""
-    if hasattr(dspy_flashevolve, "Workflow"):
-        return {"workflow": dspy_flashevolve.Workflow(rollout=rollout, validate=validate, rounds=rounds)}
-    return {"speculation": dspy_flashevolve.Speculation(rollout=rollout, validate=validate, rounds=rounds)}
 
 
 # What came of them

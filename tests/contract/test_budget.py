@@ -24,7 +24,6 @@ from tests.contract.surface import (
     check_ends,
     check_winner,
     compiled,
-    early,
     facts,
     on,
     optimizer,
@@ -54,7 +53,7 @@ WORLDS = st.builds(
     minibatch=st.integers(1, 5),
     search=SEARCHES,
     staleness=POLICIES,
-    workflow=st.sampled_from([None, (0.5, 1.0), (0.67, 0.3)]),
+    workflow=st.sampled_from([Workflow(), Workflow(validate=0.3)]),
     options=st.fixed_dictionaries(
         {"use_merge": st.booleans()},
         optional={"gepa_kwargs": st.just({"cache_evaluation": True}), "timeout": st.just(9.5)},
@@ -67,15 +66,14 @@ def test_whatever_the_program_the_faults_and_the_schedule_the_budget_holds_and_e
     minibatch: int,
     search: Any,
     staleness: Any,
-    workflow: Any,
+    workflow: Workflow,
     options: Any,
 ) -> None:
     calls = world.val + beyond_the_seed
     a_step = 2 * min(minibatch, world.train) + world.val
     most = calls if calls >= world.val + 2 * a_step else calls + max(2 * minibatch, 5) + world.val  # 5: gepa's merges
     timeout = options.pop("timeout", None)
-    released = Workflow() if workflow is None else early(*workflow)["workflow"]
-    options = options | {"workflow": replace(released, rollout_timeout_seconds=timeout)}
+    options = options | {"workflow": replace(workflow, rollout_timeout_seconds=timeout)}
     try:
         program = play(
             world,

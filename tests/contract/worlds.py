@@ -64,7 +64,6 @@ class World:
     scored: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """Every call of the metric for a score: text, question."""
     reflections: int = 0
-    first_reflection: float = float("inf")
     """When it began, in virtual seconds."""
     _attempts: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     running: int = 0
@@ -121,7 +120,6 @@ class World:
         """The proposer."""
         self.reflections += 1
         number = self.reflections
-        self.first_reflection = min(self.first_reflection, asyncio.get_running_loop().time())
         await self.busy(self.reflection_seconds)
         draw = chance("r", self.seed, number)
         return {
@@ -171,7 +169,6 @@ class Rules(World):
         """The proposer: adds one rule that is not there."""
         self.reflections += 1
         number = self.reflections
-        self.first_reflection = min(self.first_reflection, asyncio.get_running_loop().time())
         await self.busy(self.reflection_seconds)
         made: dict[str, str] = {}
         for name in components_to_update:

@@ -11,7 +11,7 @@ from dspy_flashevolve.engine.steps import Budget, Reservation
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["reserve", "split", "lend", "settle", "cover", "refund"]),
+        st.sampled_from(["reserve", "lend", "settle", "cover", "refund"]),
         st.integers(0, 12),
         st.integers(0, 5),
     ),
@@ -23,7 +23,7 @@ STEPS = st.lists(
 def test_spent_and_reserved_never_exceed_the_limit_and_nothing_is_lost(
     limit: int, steps: list[tuple[str, int, int]]
 ) -> None:
-    budget, held, parent = Budget(limit), list[Reservation](), dict[int, Reservation]()
+    budget, held = Budget(limit), list[Reservation]()
     for action, calls, which in steps:
         if action == "reserve":
             reservation = budget.reserve(calls)
@@ -36,18 +36,13 @@ def test_spent_and_reserved_never_exceed_the_limit_and_nothing_is_lost(
             one, left = held[which % len(held)], budget.left or 0
             assert one.cover(calls) == (one.open >= calls)
             assert (budget.left or 0) <= left
-        elif held and action == "split":
-            one = held[which % len(held)]
-            part = one.split(min(calls, one.open))
-            parent[id(part)] = one
-            held.append(part)
         elif held and action == "lend":
             assert held[which % len(held)].lend(held[calls % len(held)], 10**6) is False
         elif held:
             held[which % len(held)].refund()
         assert budget.spent + budget.reserved <= limit
         assert budget.reserved == sum(one.open for one in held)
-        assert budget.spent == sum(one.settled for one in held if id(one) not in parent)
+        assert budget.spent == sum(one.settled for one in held)
         assert budget.left == limit - budget.spent - budget.reserved
 
 
@@ -84,27 +79,3 @@ def test_without_a_limit_everything_fits() -> None:
 def test_a_negative_limit_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="limit is -1"):
         Budget(-1)
-
-
-def test_what_a_part_has_spent_is_its_parents_too_and_a_part_outlives_it() -> None:
-    budget = Budget(10)
-    step = budget.reserve(6)
-    assert step is not None
-    part = step.split(4)
-    deeper = part.split(1)
-    deeper.settle()
-    part.settle(2)
-    step.refund()
-    assert (deeper.settled, part.settled, step.settled, budget.spent) == (1, 3, 3, 3)
-    assert (part.open, budget.reserved) == (1, 1)
-    part.settle()
-    part.refund()
-    assert (step.settled, budget.spent, budget.reserved) == (4, 4, 0)
-
-
-def test_no_more_is_split_off_than_is_open() -> None:
-    reservation = Budget(None).reserve(2)
-    assert reservation is not None
-    with pytest.raises(BudgetError, match="cannot split 3 calls off: 2 are reserved"):
-        reservation.split(3)
-    assert reservation.open == 2

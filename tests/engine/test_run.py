@@ -647,14 +647,13 @@ def test_spent_and_reserved_never_exceed_the_limit(
             raise NothingToDoError
         world.run.begin(step, 0)
         within()
-        part = step.reservation.split(rng.randint(0, step.reservation.open))
-        await gather([lambda: rollout(step, part) for _ in range(part.open)])
+        at_once = rng.randint(0, step.reservation.open)
+        await gather([lambda: rollout(step, step.reservation) for _ in range(at_once)])
         if rng.random() < 0.3:
             step.reservation.cover(step.reservation.open + rng.randint(0, 3))
         within()
         for _ in range(rng.randint(0, step.reservation.open)):
             await rollout(step, step.reservation)
-        part.refund()
         return End(rng.choice([EndKind.REJECTED, EndKind.COMMITTED]))
 
     world.evolve(step, calls_per_step=calls)
@@ -731,7 +730,8 @@ class Chaos:
         run.begin(step, version=run.ended["committed"], value=rng.random())
         await self.evaluate("rollout", step, rng.randint(1, 4), step.reservation)
         if rng.random() < 0.2:
-            rest = step.reservation.split(min(2, step.reservation.open))
+            rest = Reservation(run.budget, 0)
+            step.reservation.lend(rest, min(2, step.reservation.open))
 
             async def beside() -> None:
                 try:

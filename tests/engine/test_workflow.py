@@ -99,11 +99,11 @@ def test_workers_that_may_change_need_something_that_moves_them() -> None:
 
 
 def test_the_ends_of_the_ranges_are_allowed_and_by_default_every_stage_waits_for_all() -> None:
-    one = Workflow(rollout=1, validate=1e-9, rounds=1, live_steps=1, median_seconds=0.1)
-    assert (one.rollout, one.rounds, one.live_steps) == (1, 1, 1)
+    one = Workflow(validate=1e-9, rounds=1, live_steps=1, median_seconds=0.1)
+    assert (one.rounds, one.live_steps) == (1, 1)
     one = Workflow()
-    assert (one.rollout, one.validate, one.median_seconds) == (1.0, 1.0, None)
-    assert len({Workflow(), Workflow(), Workflow(rollout=0.5)}) == 2
+    assert (one.validate, one.median_seconds) == (1.0, None)
+    assert len({Workflow(), Workflow(), Workflow(validate=0.5)}) == 2
 
 
 # The order of a validation

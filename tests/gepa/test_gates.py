@@ -27,7 +27,7 @@ from tests.contract.surface import Heard
 from tests.contract.worlds import World, chance, play
 from tests.fakes import examples
 
-WHOLE = Workflow(rollout=1, validate=1, live_steps=1)
+WHOLE = Workflow(validate=1, live_steps=1)
 """Steps one after the other, and nothing is released early."""
 
 SCORES = st.lists(st.sampled_from([-1.0, 0.0, 0.1, 0.2, 1 / 3, 0.5, 0.7, 1.0]), min_size=1, max_size=9)

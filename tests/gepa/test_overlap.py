@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from dspy.utils.exceptions import LMServerError
 from gepa.utils import CompositeStopper, NoImprovementStopper
 
-from dspy_flashevolve import ConfigurationError, Edits, Reflective, Workflow
-from dspy_flashevolve.engine.staleness import Admit, Discard, History, Integrate, Look
+from dspy_flashevolve import ConfigurationError, Edits, Workflow
+from dspy_flashevolve.engine.staleness import Admit, Discard, Integrate
 from tests.contract.surface import Heard, check_ends
 from tests.contract.worlds import Rules, World, chance, play
 
@@ -20,11 +19,8 @@ class Kept(World):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.parent: dict[str, str] = {}
-        self.gone = ""
 
     def seconds(self, text: str, question: str) -> float:
-        if question == self.gone:
-            raise LMServerError("503")
         return 40.0 if question.endswith(("2", "5", "8")) else 1.0 + chance("t", text, question)
 
     async def acall(self, candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
@@ -45,40 +41,6 @@ def texts(program: Any) -> list[str]:
 
 def only(candidate: Any) -> str:
     return next(iter(candidate.values()))
-
-
-# Reflection on a part of the minibatch
-
-
-def test_a_child_is_compared_with_the_whole_minibatch_of_its_parent_though_reflection_saw_a_part() -> None:
-    world = Kept()
-    program, events = heard(world, search="pareto", workflow=Workflow(rollout=0.34))
-    ids = {event["iteration"]: event["minibatch_ids"] for event in events.of("on_minibatch_sampled")}
-    parent = {event["iteration"]: only(event["parent_candidate"]) for event in events.of("on_proposal_start")}
-    shown = {event["iteration"]: only(event["reflective_dataset"]) for event in events.of("on_proposal_start")}
-    assert any(len(rows) < 3 for rows in shown.values()), "no reflection began on a part: this run shows nothing"
-    rejected = [event for event in events.of("on_candidate_rejected") if event["iteration"] in parent]
-    assert rejected
-    for event in rejected:
-        number = event["iteration"]
-        assert event["old_score"] == pytest.approx(sum(world.score(parent[number], f"t {i}") for i in ids[number]))
-    check_ends(program.async_stats)
-
-
-def test_the_example_of_a_late_rollout_without_an_answer_is_given_up_once_and_for_all() -> None:
-    world = Kept()
-    world.gone = "t 2"
-    program, _ = heard(world, 200, search="pareto", workflow=Workflow(rollout=0.34))
-    stats = program.async_stats
-    assert stats.unanswered_examples == 1
-    assert "t 2" not in {question for _, question in world.scored}
-    check_ends(stats)
-
-
-def test_late_rollouts_are_paid_once_and_counted() -> None:
-    world = Kept()
-    program, _ = heard(world, 300, staleness=Reflective(), workflow=Workflow(rollout=0.34))
-    assert len(world.scored) == program.async_stats.metric_calls <= 300
 
 
 # Selection before validation
@@ -227,28 +189,3 @@ def test_in_lockstep_every_step_is_an_iteration_to_a_stopper() -> None:
     stopper = Counted()
     stats = play(World(), 200, schedule="lockstep", gepa_kwargs={"stop_callbacks": stopper}).async_stats
     assert stopper.asked >= sum(stats.ended.values())
-
-
-class EveryThird:
-    """Discards some, before they are reflected on too, so that late rollouts outlive their steps."""
-
-    looks = ("before_propose", "after_propose", "after_screen", "before_commit")
-
-    def decide(self, look: Look, history: History) -> Admit | Discard:
-        odd = (look.seen + history.version) % 3 == 1
-        return Discard("odd") if odd and look.place != "before_commit" else Admit()
-
-
-def test_a_run_does_not_end_while_work_beside_the_steps_holds_calls_that_it_may_hand_back() -> None:
-    calls, world = 160, Rules(seed=236, val=9, train=6)
-    early = Workflow(rollout=0.4)
-    stats = play(
-        world,
-        calls,
-        num_threads=8,
-        reflection_minibatch_size=20,
-        workflow=early,
-        search="pareto",
-        staleness=EveryThird(),
-    ).async_stats
-    assert calls - stats.metric_calls < 2 * world.train + world.val, stats.stop_reason

@@ -24,7 +24,7 @@ def child(texts: dict[str, str], base: int | None = None, index: int = 0) -> Chi
     task: Any = ProposalTask(index, {"p": "parent", "q": "parent"}, [0, 1], ["a", "b"])
     evaluation = as_batch([])
     evaluation.scores.extend([0.25, 0.75])
-    return Child(Parent(0, task, evaluation, None, base), texts, ("said",))
+    return Child(Parent(0, task, evaluation, base), texts, ("said",))
 
 
 # Reading
