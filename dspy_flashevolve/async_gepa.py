@@ -28,10 +28,10 @@ from dspy_flashevolve.gepa.options import check_options, gepa_logger
 from dspy_flashevolve.gepa.settings import Edits, GepaSettings, Workflow, asks_for_edits, edits_of
 from dspy_flashevolve.programs.function_lm import lm_of
 from dspy_flashevolve.programs.metric import check_metric
-from dspy_flashevolve.programs.prices import rates_of
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.run import with_compile_events
 from dspy_flashevolve.programs.settings import Schedule, check_counts, check_data, check_limits
+from dspy_flashevolve.programs.usage import rates_of
 
 logger = logger_named(__name__)
 

@@ -31,8 +31,7 @@ from dspy_flashevolve.ace.similarity import closest
 from dspy_flashevolve.ace.snapshots import Snapshots
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Committed
-from dspy_flashevolve.engine.journal import reporting_damage
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of, id_text
+from dspy_flashevolve.engine.journal import BEFORE_STEPS, RunJournal, hash_of, id_text, reporting_damage
 from dspy_flashevolve.engine.staleness import Discard, Full, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, Load, NothingToDoError, Reservation, Step
 from dspy_flashevolve.engine.texts import logger_named

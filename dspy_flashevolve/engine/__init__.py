@@ -4,7 +4,6 @@ Here are the types that a loop, an admission rule or a staleness policy of your 
 writes a loop with them, docs/staleness.md a policy.
 """
 
-from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import (
     BudgetError,
     JournalError,
@@ -13,7 +12,7 @@ from dspy_flashevolve.engine.errors import (
     TransientError,
 )
 from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.rollouts import Rollout, gather
 from dspy_flashevolve.engine.run import Observer
 from dspy_flashevolve.engine.staleness import Admit, Discard, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.engine.steps import Admission, End, EndKind, LiveSteps, Load, NothingToDoError, Step, StepEnded

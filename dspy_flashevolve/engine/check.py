@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspy_flashevolve.engine.journal import reading
+from dspy_flashevolve.engine.journal import BEFORE_STEPS, TRACE_UNREADABLE, hash_of, id_text, reading
 from dspy_flashevolve.engine.redaction import REDACTED
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, TRACE_UNREADABLE, hash_of, id_text
 
 Rows = Callable[[str], list[sqlite3.Row]]
 

@@ -1,32 +1,140 @@
 """Rollouts and other requests: each gets a slot, is retried outside of it, is paid once, and is written down.
 
 A rollout's metric call is settled against a reservation. Equal rollouts in flight are made once, and what the journal
-has from an interrupted run is not made again. Other requests (a reflection, a repair) cost no metric call.
+has from an interrupted run is not made again. Other requests (a reflection, a repair) cost no metric call. Code inside
+a rollout reports to the run that its metric is called, before it is: it may run in a thread, or in another process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Hashable
+from collections.abc import Awaitable, Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import anyio
 
-from dspy_flashevolve.engine.batches import OnGranted
 from dspy_flashevolve.engine.endpoints import Endpoints
-from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError, TransientError
+from dspy_flashevolve.engine.errors import FlashEvolveError, NoLongerWantedError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, ExampleGivenUp, RequestFinished, RolloutFinished, RolloutTimedOut
-from dspy_flashevolve.engine.loop import check_main_thread
-from dspy_flashevolve.engine.metric_calls import recording_rollout
-from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
+from dspy_flashevolve.engine.journal import Rollout, RolloutKey, RunJournal
+from dspy_flashevolve.engine.loop import check_main_thread, collecting_errors
 from dspy_flashevolve.engine.retries import TrackedRequest
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, current_slot
-from dspy_flashevolve.engine.steps import Reservation, Step
+from dspy_flashevolve.engine.steps import Reservation, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named
 
-logger = logger_named(__name__)
 T = TypeVar("T")
+OnGranted = Callable[[], None]
+"""Called when a request has its slot."""
+
+
+async def batch(count: int, call: Callable[[int, OnGranted], Awaitable[T]]) -> list[T]:
+    """Run ``call(0)`` to ``call(count - 1)`` concurrently; return their results in order.
+
+    Each call begins when the one before it has its slot, so that a request that waits for a slot costs no task:
+    thousands of examples of thousands of steps may wait.
+
+    Args:
+        call: makes one request. It is given a function that it calls when the request has its slot, or needs none.
+
+    Raises:
+        StepEnded, RolloutUnresolvedError, NoLongerWantedError: one of them, once all other calls have ended, since what
+            they do may be paid already.
+        Exception: any other error, as it is, at once; the other calls are cancelled.
+    """
+    results: dict[int, T] = {}
+    deferred_errors: list[FlashEvolveError] = []
+    failures: list[BaseException] = []
+    begun = 0
+
+    async with anyio.create_task_group() as group:
+
+        def begin_next() -> None:
+            nonlocal begun
+            if begun < count and not failures:
+                index, begun = begun, begun + 1
+                group.start_soon(make, index)
+
+        async def make(index: int) -> None:
+            was_granted = False
+
+            def on_granted() -> None:
+                nonlocal was_granted
+                if not was_granted:
+                    was_granted = True
+                    begin_next()
+
+            with collecting_errors(failures, group, "a request"):
+                try:
+                    results[index] = await call(index, on_granted)
+                except (RolloutUnresolvedError, NoLongerWantedError, StepEnded) as error:
+                    deferred_errors.append(error)
+            on_granted()
+
+        begin_next()
+    # A step that has ended says more than a request of it that got no answer.
+    for error in (*failures, *sorted(deferred_errors, key=lambda error: not isinstance(error, StepEnded))):
+        raise error
+    return [results[index] for index in range(count)]
+
+
+async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Run a few calls at once; return their results in order, and raise errors as :func:`batch` does."""
+
+    async def make(index: int, on_granted: OnGranted) -> T:
+        on_granted()
+        return await calls[index]()
+
+    return await batch(len(calls), make)
+
+
+class RolloutRecorder(Protocol):
+    """Records the metric's call of one rollout, and what the rollout has cost although it came to nothing."""
+
+    async def record_metric_call(self) -> None: ...
+
+    def retract_metric_call(self) -> None: ...
+
+    def record_wasted_cost(self, tokens: int, cost_dollars: float) -> None: ...
+
+
+_RECORDER: ContextVar[RolloutRecorder | None] = ContextVar("flashevolve_rollout", default=None)
+
+
+@contextmanager
+def recording_rollout(recorder: RolloutRecorder) -> Generator[None, None, None]:
+    """Let ``recorder`` hear of the rollout that is made in the block."""
+    token = _RECORDER.set(recorder)
+    try:
+        yield
+    finally:
+        _RECORDER.reset(token)
+
+
+async def record_metric_call() -> None:
+    """Record, inside a rollout, that its metric is called when this returns. Outside of a rollout do nothing."""
+    recorder = _RECORDER.get()
+    if recorder is not None:
+        await recorder.record_metric_call()
+
+
+def retract_metric_call() -> None:
+    """Take back, inside a rollout, that its metric was called, since the rollout was given up before it was."""
+    recorder = _RECORDER.get()
+    if recorder is not None:
+        recorder.retract_metric_call()
+
+
+def record_wasted_cost(tokens: int, cost_dollars: float) -> None:
+    """Record, inside a rollout, what it has cost although it comes to nothing. Outside of a rollout do nothing."""
+    recorder = _RECORDER.get()
+    if recorder is not None and tokens:
+        recorder.record_wasted_cost(tokens, cost_dollars)
+
+
+logger = logger_named(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,10 @@ from dspy_flashevolve.engine.events import (
     StepClosed,
     StepOpened,
 )
-from dspy_flashevolve.engine.journal import IN_FLIGHT
+from dspy_flashevolve.engine.journal import IN_FLIGHT, RunJournal, Unfinished
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import LoopClock, Threads, collecting_errors, run_to_end
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
-from dspy_flashevolve.engine.replay import RunJournal, Unfinished
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, Workers, median_shares

@@ -28,7 +28,7 @@ import dspy
 from dspy.utils.exceptions import AdapterParseError
 from pydantic_core import to_jsonable_python
 
-from dspy_flashevolve.engine.batches import gather
+from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.evoflux.execution import Execution, Executor
 from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan
 from dspy_flashevolve.evoflux.repair import Repairer

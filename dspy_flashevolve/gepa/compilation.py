@@ -19,8 +19,8 @@ from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
 from dspy_flashevolve.engine.errors import JournalError, attach_best_program, report_hook
+from dspy_flashevolve.engine.journal import RunJournal
 from dspy_flashevolve.engine.loop import run_to_end
-from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.edits import EditProposer, TextProposer

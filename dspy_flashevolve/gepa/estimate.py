@@ -21,10 +21,9 @@ from dspy_flashevolve.gepa.options import adapter_of
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.programs.building import copy_of
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.prices import rates_of
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
-from dspy_flashevolve.programs.usage import calls_of, cost_of
+from dspy_flashevolve.programs.usage import calls_of, cost_of, rates_of
 
 logger = logger_named(__name__)
 

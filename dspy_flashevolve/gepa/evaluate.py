@@ -20,14 +20,12 @@ from gepa.core.adapter import EvaluationBatch
 from gepa.strategies.acceptance import ImprovementOrEqualAcceptance, StrictImprovementAcceptance
 from gepa.strategies.proposal_selection import AllImprovements, BestImprovement, TopKImprovements
 
-from dspy_flashevolve.engine.batches import OnGranted, batch, gather
 from dspy_flashevolve.engine.errors import NoLongerWantedError, RolloutUnresolvedError, RunAbortedError
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
-from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
+from dspy_flashevolve.engine.journal import BEFORE_STEPS, hash_of, id_text
+from dspy_flashevolve.engine.rollouts import OnGranted, Rollout, RolloutKey, batch, gather
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, step_rng
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.consolidations import CONSOLIDATION
-from dspy_flashevolve.gepa.heads import is_surely_better
+from dspy_flashevolve.gepa.heads import CONSOLIDATION, is_surely_better
 from dspy_flashevolve.gepa.options import Parts
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Batch, Candidate, Screened, Validated, ValidationPlan, evaluation_of

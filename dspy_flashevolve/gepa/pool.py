@@ -31,8 +31,8 @@ from gepa.proposer.base import CandidateProposal
 from gepa.visualization import candidate_tree_html_from_data
 
 from dspy_flashevolve.engine.files import write_private
+from dspy_flashevolve.engine.journal import Rollout, RunJournal, id_text
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.replay import Rollout, RunJournal, id_text
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step

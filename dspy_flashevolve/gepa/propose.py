@@ -14,9 +14,8 @@ from typing import Any
 
 from dspy.utils.exceptions import AdapterParseError
 
-from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import FlashEvolveError
-from dspy_flashevolve.engine.rollouts import RequestCost
+from dspy_flashevolve.engine.rollouts import RequestCost, gather
 from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
 from dspy_flashevolve.gepa.changes import Edit, EditedText
 from dspy_flashevolve.gepa.options import gepa_logger

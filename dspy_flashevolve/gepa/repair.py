@@ -17,9 +17,9 @@ from typing import Any
 from dspy.primitives import Module
 from pydantic import BaseModel
 
-from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Integrated
+from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.staleness import Discard, PastCommit, StaleChild, Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named

@@ -18,9 +18,8 @@ from gepa.core.state import GEPAState, ValsetEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.journal import reporting_damage
+from dspy_flashevolve.engine.journal import BEFORE_STEPS, RunJournal, id_text, reporting_damage
 from dspy_flashevolve.engine.redaction import REDACTED
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.engine.staleness import POLICIES
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.credit import Credit

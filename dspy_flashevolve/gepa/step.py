@@ -19,19 +19,18 @@ from typing import Any
 import anyio
 from dspy.primitives import Module
 
-from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import ConfigurationError, NoLongerWantedError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import SeedValidated
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
+from dspy_flashevolve.engine.journal import BEFORE_STEPS, hash_of, id_text
+from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look, Place, StalenessPolicy, Texts
 from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.gepa import resume
 from dspy_flashevolve.gepa.changes import is_too_long
-from dspy_flashevolve.gepa.consolidations import CONSOLIDATION
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.edits import EditProposer
 from dspy_flashevolve.gepa.evaluate import Evaluations
-from dspy_flashevolve.gepa.heads import Given, Heads, Phase
+from dspy_flashevolve.gepa.heads import CONSOLIDATION, Given, Heads, Phase
 from dspy_flashevolve.gepa.options import gepa_logger, has_foreign
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import Proposing, ReflectionCalls
@@ -49,10 +48,9 @@ from dspy_flashevolve.gepa.records import (
     task_key,
 )
 from dspy_flashevolve.gepa.repair import Repairs
-from dspy_flashevolve.gepa.screening import Screening
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.settings import MINIBATCH, GepaSettings
-from dspy_flashevolve.gepa.spending import GENERATIONS, PERFECT, SearchWidth, Spending
+from dspy_flashevolve.gepa.spending import GENERATIONS, PERFECT, Screening, SearchWidth, Spending
 from dspy_flashevolve.gepa.tracker import figures
 from dspy_flashevolve.observe.statistics import ChangeRecord
 from dspy_flashevolve.programs.program import ProgramRunner

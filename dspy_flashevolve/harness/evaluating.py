@@ -13,10 +13,9 @@ import dspy
 from dspy.predict.flex.ctx import FlexContext
 from dspy.primitives import Example, Module
 
-from dspy_flashevolve.engine.batches import OnGranted, batch
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError, RolloutUnresolvedError
-from dspy_flashevolve.engine.replay import hash_of
-from dspy_flashevolve.engine.rollouts import RequestCost, Rollout, RolloutKey
+from dspy_flashevolve.engine.journal import hash_of
+from dspy_flashevolve.engine.rollouts import OnGranted, RequestCost, Rollout, RolloutKey, batch
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.harness.archive import TRIAL, Checked, Draft, DraftError, Evaluated, Failed, Trial, draft_of

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import anyio
 import dspy
 
-from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import (
     ConfigurationError,
     DataError,
@@ -27,6 +26,7 @@ from dspy_flashevolve.engine.errors import (
 )  # fmt: skip
 from dspy_flashevolve.engine.journal import reporting_damage
 from dspy_flashevolve.engine.redaction import REDACTED
+from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named

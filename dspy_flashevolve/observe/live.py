@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dspy_flashevolve.observe.formatting import format_duration, format_number, format_score, time_left
-from dspy_flashevolve.observe.notebook import Output, kernel_display
-from dspy_flashevolve.observe.progress import Display, share_since, used_share
+from dspy_flashevolve.observe.progress import Display, Output, kernel_display, share_since, used_share
 from dspy_flashevolve.observe.statistics import RunStats
 
 HEAD = ("stage", "waiting", "in flight", "answered", "tokens", "dollars", "slot seconds")

@@ -16,7 +16,7 @@ from gepa.core.state import CachedEvaluation, EvaluationCache, GEPAState
 from pydantic import BaseModel, InstanceOf, PlainValidator
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
+from dspy_flashevolve.engine.journal import BEFORE_STEPS, id_text
 from dspy_flashevolve.observe.history import Candidate, History
 from dspy_flashevolve.programs.data_pickle import DataUnpickler, NotDataError
 

@@ -24,9 +24,8 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.journal import Journal, reporting_damage
+from dspy_flashevolve.engine.journal import Journal, RunJournal, reporting_damage
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, secrets_in
-from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.values import is_readable
 

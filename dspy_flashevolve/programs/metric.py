@@ -11,7 +11,7 @@ import anyio
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.metric_calls import record_metric_call
+from dspy_flashevolve.engine.rollouts import record_metric_call
 from dspy_flashevolve.engine.scheduler import shielded
 from dspy_flashevolve.programs.feedback import looks_at_the_call
 

@@ -25,8 +25,7 @@ from dspy.utils.usage_tracker import UsageTracker
 
 from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
-from dspy_flashevolve.engine.metric_calls import record_wasted_cost
-from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.rollouts import Rollout, record_wasted_cost
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.building import PARSER_ERROR, TRIES, StudentAdapter
 from dspy_flashevolve.programs.faults import LmCalls, raise_provider_fault, recording_lm_calls

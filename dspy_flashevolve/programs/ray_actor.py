@@ -16,7 +16,7 @@ import cloudpickle
 import dspy
 
 from dspy_flashevolve.engine.errors import TransientError
-from dspy_flashevolve.engine.metric_calls import recording_rollout
+from dspy_flashevolve.engine.rollouts import recording_rollout
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import current_slot
 from dspy_flashevolve.programs.building import StudentAdapter

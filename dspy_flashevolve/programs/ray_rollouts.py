@@ -41,10 +41,9 @@ from dspy.utils.usage_tracker import UsageTracker
 from dspy_flashevolve.engine.endpoints import Endpoint
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
 from dspy_flashevolve.engine.events import ActorLost
-from dspy_flashevolve.engine.metric_calls import record_metric_call, retract_metric_call
 from dspy_flashevolve.engine.redaction import without_secrets
 from dspy_flashevolve.engine.retries import TrackedRequest
-from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.rollouts import Rollout, record_metric_call, retract_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot
 from dspy_flashevolve.engine.texts import logger_named

@@ -13,14 +13,13 @@ from dspy.primitives import Module
 from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import AdapterParseError
 
-from dspy_flashevolve.engine.batches import OnGranted, batch
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import LmCallCounted
+from dspy_flashevolve.engine.journal import BEFORE_STEPS, RunJournal, hash_of
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import is_being_cancelled
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of
 from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.rollouts import RequestCost, Rollout, RolloutKey
+from dspy_flashevolve.engine.rollouts import OnGranted, RequestCost, Rollout, RolloutKey, batch
 from dspy_flashevolve.engine.run import EvolutionRun, Observer
 from dspy_flashevolve.engine.scheduler import Requester
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
@@ -32,7 +31,6 @@ from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.placement import runs_on_loop
-from dspy_flashevolve.programs.prices import rates_of
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.ray_rollouts import Actors
 from dspy_flashevolve.programs.records import ModuleReply, ProgramRecord, ReplyText
@@ -47,6 +45,7 @@ from dspy_flashevolve.programs.usage import (
     cost_of,
     cost_of_call,
     counting_usage,
+    rates_of,
     tokens_of,
     tokens_of_call,
     usage_settings,

@@ -22,9 +22,8 @@ from dspy_flashevolve.cli import NO_RUN, main
 from dspy_flashevolve.engine import journal as module
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError, RunDirectoryError
-from dspy_flashevolve.engine.journal import COLUMNS, FILE, SCHEMA_VERSION, Journal, check_readable
+from dspy_flashevolve.engine.journal import COLUMNS, FILE, SCHEMA_VERSION, Journal, check_readable, hash_of
 from dspy_flashevolve.engine.redaction import REDACTED, Redaction, secrets_in
-from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.observe.history import read as history_of
 
 

@@ -13,14 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.events import RequestFinished, StepClosed
-from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.engine.metric_calls import record_metric_call
+from dspy_flashevolve.engine.journal import BEFORE_STEPS, Journal, RunJournal, Unfinished, hash_of, id_text
 from dspy_flashevolve.engine.redaction import REDACTED, Redaction
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, Unfinished, hash_of, id_text
-from dspy_flashevolve.engine.rollouts import RequestCost, Rollout, RolloutKey
+from dspy_flashevolve.engine.rollouts import RequestCost, Rollout, RolloutKey, gather, record_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step
 from dspy_flashevolve.sim.virtual import run as in_virtual_time

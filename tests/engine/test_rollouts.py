@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.batches import batch, gather
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import NoLongerWantedError, RolloutUnresolvedError, RunAbortedError, TransientError
 from dspy_flashevolve.engine.events import (
@@ -25,9 +24,16 @@ from dspy_flashevolve.engine.events import (
     RolloutTimedOut,
 )
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.metric_calls import record_metric_call
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
-from dspy_flashevolve.engine.rollouts import RequestCost, Rollout, RolloutKey, Rollouts
+from dspy_flashevolve.engine.rollouts import (
+    RequestCost,
+    Rollout,
+    RolloutKey,
+    Rollouts,
+    batch,
+    gather,
+    record_metric_call,
+)
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.engine.steps import Budget, EndKind, Reservation, StepEnded
 from dspy_flashevolve.programs.metric import Metric

@@ -16,12 +16,10 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.batches import batch, gather
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Committed, Event, LimitChanged, StageVisited, StepClosed, StepOpened
-from dspy_flashevolve.engine.metric_calls import record_metric_call
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
-from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
+from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, batch, gather, record_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import current_slot
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Load, NothingToDoError, Reservation, Step, StepEnded

@@ -8,8 +8,7 @@ from typing import Any
 import dspy
 
 from dspy_flashevolve.engine.events import Committed, Event, Integrated
-from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal, hash_of
+from dspy_flashevolve.engine.journal import Journal, Rollout, RolloutKey, RunJournal, hash_of
 from tests.contract.surface import simulated
 from tests.contract.worlds import Rules, play
 from tests.fakes import task_lm

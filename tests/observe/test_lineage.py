@@ -9,8 +9,7 @@ import pytest
 
 from dspy_flashevolve.cli import NO_RUN, main
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal
+from dspy_flashevolve.engine.journal import BEFORE_STEPS, Journal, RunJournal
 from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.terminal import tree
 from tests.observe.runs import Session

@@ -14,7 +14,7 @@ from tqdm.std import tqdm
 
 from dspy_flashevolve.observe import live, progress
 from dspy_flashevolve.observe.live import LiveTable
-from dspy_flashevolve.observe.notebook import REDRAW_SECONDS, Output
+from dspy_flashevolve.observe.progress import REDRAW_SECONDS, Output
 from tests.contract.surface import compiled
 from tests.fakes import task_lm
 

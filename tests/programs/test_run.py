@@ -13,10 +13,10 @@ from dspy.lm15 import Response
 from dspy.utils.exceptions import AdapterParseError, LMAuthError, LMRateLimitError
 
 from dspy_flashevolve import DspyRun
-from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import ConfigurationError, RunAbortedError
 from dspy_flashevolve.engine.events import Event, RequestFinished
 from dspy_flashevolve.engine.retries import RetryPolicy
+from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.programs.settings import RunSettings
