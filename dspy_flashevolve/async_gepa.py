@@ -356,8 +356,6 @@ class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues,
             **{name: value for name, value in vars(self).items() if name in names},
             rollout_timeout_seconds=self.workflow.rollout_timeout_seconds,
             max_outage_seconds=self.workflow.max_outage_seconds,
-            median_seconds=self.workflow.median_seconds,
-            workers=self.workflow.workers,
         )
 
     def _usable_search(self, student: Module) -> str | Edits:

@@ -23,7 +23,6 @@ from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolved
 from dspy_flashevolve.engine.events import (
     Committed,
     EventBus,
-    LimitChanged,
     PolicyDecided,
     StageVisited,
     StepClosed,
@@ -35,7 +34,7 @@ from dspy_flashevolve.engine.loop import LoopClock, Threads, collecting_errors, 
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollouts
-from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, Workers, median_shares
+from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit
 from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.engine.steps import (
     Admission,
@@ -95,14 +94,12 @@ class EvolutionRun:
         lockstep: one step at a time, nothing beside it, equal rollouts are made as often as they are asked for.
         max_seconds: no step starts after it; what runs is finished. None for no limit.
         rollout_timeout_seconds: see :class:`Rollouts`.
-        median_seconds: every so many seconds, slots move between stages (:func:`median_shares`); None for never.
-        workers: stages whose requests in flight are bounded, see :class:`Workflow`.
         retry: how often a request is made that the provider turns away, and when; when an endpoint is given up.
         journal: where the run is written down, so that it can go on; None for nowhere.
         observers: look at it.
 
     Raises:
-        ConfigurationError: no stage, fewer than 1 slot, or workers of a stage that the run does not have.
+        ConfigurationError: no stage, or fewer than 1 slot.
     """
 
     def __init__(
@@ -117,8 +114,6 @@ class EvolutionRun:
         lockstep: bool = False,
         max_seconds: float | None = None,
         rollout_timeout_seconds: float | None = None,
-        median_seconds: float | None = None,
-        workers: Workers | None = None,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
         observers: Sequence[Observer] = (),
@@ -129,7 +124,7 @@ class EvolutionRun:
         self.redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
         """Takes secrets out of what leaves the process."""
         self._observers = observers
-        self._max_seconds, self._median_seconds = max_seconds, median_seconds
+        self._max_seconds = max_seconds
         self.ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
         """Way -> steps that ended so."""
         self.stop_reason = ""
@@ -160,7 +155,6 @@ class EvolutionRun:
         self.scheduler = Scheduler(
             slots, list(asked), groups_of(asked), self.clock, on_idle=self._slot_is_idle, on_visit=self._visited
         )
-        self._workers = self._bounds_of(workers or {}, list(asked), slots)
         if journal is not None:
             journal.journal.keep_current(IN_FLIGHT, self._in_flight)
         rng = random.Random(seed)
@@ -586,12 +580,7 @@ class EvolutionRun:
         self.bus.emit(StageVisited(visit.ended, visit.step, visit.stage, visit.queued, visit.began))
 
     def _own_watchers(self) -> list[Work]:
-        found: list[Work] = []
-        if self._max_seconds is not None:
-            found.append(partial(self._watch_time, self._max_seconds))
-        if self._median_seconds is not None and not self.lockstep:
-            found.append(partial(self._move_slots, self._median_seconds))
-        return found
+        return [] if self._max_seconds is None else [partial(self._watch_time, self._max_seconds)]
 
     async def _watch_time(self, most: float) -> None:
         await anyio.sleep(max(0.0, self.clock.began + most - self.clock()))
@@ -600,29 +589,6 @@ class EvolutionRun:
             await self.wait_for_change()
         self.stop(f"max_seconds={most:g} is over", "finished")
         self.endpoints.hurry()
-
-    def _bounds_of(self, workers: Workers, stages: Sequence[str], slots: int) -> dict[str, tuple[int, int]]:
-        """Bound the stages that have workers, each to its most; return stage -> the fewest and the most slots.
-
-        The median rule takes slots from a stage that is ahead at once, and gives them back slowly.
-        """
-        if unknown := sorted(set(workers) - set(stages)):
-            raise ConfigurationError(
-                f"Workflow: workers has {', '.join(unknown)}, expected stages of {self.name}: {', '.join(stages)}."
-            )
-        given = {stage: (pool, pool) if isinstance(pool, int) else pool for stage, pool in workers.items()}
-        self.scheduler.set_shares({stage: most for stage, (_, most) in given.items()})
-        return dict.fromkeys(stages, (1, slots)) | given
-
-    async def _move_slots(self, every: float) -> None:
-        while True:
-            await anyio.sleep(every)
-            windows = self.scheduler.take_windows()
-            shares = median_shares(windows, self._workers)
-            for name, share in shares.items():
-                if share != windows[name].share:
-                    self.bus.emit(LimitChanged(self.clock(), name, windows[name].share, share, "the median rule"))
-            self.scheduler.set_shares(shares)
 
     def _seed(self, seed: int | None) -> int:
         """The seed of the steps' randomness: the same in every session of a run."""

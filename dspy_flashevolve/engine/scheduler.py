@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import Protocol, TypeVar
 
 import anyio
@@ -133,51 +132,8 @@ class StageVisit:
     ended: float
 
 
-@dataclass(frozen=True, slots=True)
-class StageWindow:
-    """What a stage did in the last window.
-
-    Args:
-        finished: steps whose requests it has finished.
-        waiting, running: its requests now.
-        share: slots that it may have.
-    """
-
-    finished: int
-    waiting: int
-    running: int
-    share: int
-
-
 Workers = Mapping[str, int | tuple[int, int]]
 """Stage -> its worker pool (FlashEvolve's K_i): the requests that it may have in flight, or the fewest and the most."""
-
-
-def median_shares(windows: Mapping[str, StageWindow], bounds: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Return the slots that each stage may have next, by FlashEvolve's rule (arXiv 2605.08520, section 3.4).
-
-    The median of finished steps is taken over the stages that had work. A stage that finished less than half of it, has
-    requests waiting and all of its share in use, gets a slot more; one that finished more than twice the median gets a
-    slot fewer; each within its bounds.
-
-    Args:
-        windows: stage -> what it did.
-        bounds: stage -> the fewest and the most slots.
-
-    >>> slow, even, fast = StageWindow(2, 9, 4, 4), StageWindow(6, 0, 1, 8), StageWindow(13, 0, 4, 8)
-    >>> windows = {"propose": slow, "screen": even, "rollout": fast}
-    >>> median_shares(windows, dict.fromkeys(windows, (1, 8)))
-    {'propose': 5, 'screen': 8, 'rollout': 7}
-    """
-    finished = [window.finished for window in windows.values() if window.finished or window.running or window.waiting]
-    middle = median(finished) if finished else 0
-    shares: dict[str, int] = {}
-    for stage, window in windows.items():
-        is_starved = 2 * window.finished < middle and window.waiting > 0 and window.running >= window.share
-        change = 1 if is_starved else -1 if window.finished > 2 * middle else 0
-        least, most = bounds[stage]
-        shares[stage] = max(least, min(most, window.share + change))
-    return shares
 
 
 class Slot:
@@ -353,7 +309,6 @@ class _Stage:
     share: int | None = None
     waiting: int = 0
     running: int = 0
-    visits: int = 0
     served_seconds: float = 0.0
 
     @property
@@ -533,15 +488,6 @@ class Scheduler:
             self._stages[name].share = _checked(slots)
         self._hand_on()
 
-    def take_windows(self) -> dict[str, StageWindow]:
-        """Return what each stage did since this was last called, for :func:`median_shares`."""
-        windows: dict[str, StageWindow] = {}
-        for name, stage in self._stages.items():
-            share = self._limit if stage.share is None else stage.share
-            windows[name] = StageWindow(stage.visits, stage.waiting, stage.running, share)
-            stage.visits = 0
-        return windows
-
     def take_pressure(self, endpoint: str) -> bool:
         """Return whether a request waited for this endpoint's own limit since this was last called."""
         asked = self._endpoint(endpoint)
@@ -638,7 +584,6 @@ class Scheduler:
             return
         self._lines.pop((line.stage.name, line.step.number), None)
         if not math.isnan(line.began):
-            line.stage.visits += 1
             self._on_visit(StageVisit(line.step.number, line.stage.name, line.queued, line.began, self.clock()))
         line.queued, line.began = self.clock(), math.nan  # a request that has given its slot back may come back
 

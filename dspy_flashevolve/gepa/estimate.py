@@ -138,7 +138,6 @@ def estimate(
                 max_metric_calls=size,
                 max_seconds=None,
                 schedule="async",
-                median_seconds=None,
                 rollouts=None,
             ),
         )

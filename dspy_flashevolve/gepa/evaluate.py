@@ -1,16 +1,12 @@
 """Evaluating candidates example by example, in the run's slots: parents on their minibatches, children on theirs,
 candidates on the validation set.
 
-A stage whose items need n rollouts may go on with the first ceil(alpha n) that finish; the others run on. What was
-decided on a part is confirmed, or taken back, when the rest is there (FlashEvolve, arXiv 2605.08520, section 3.3). What
-is known of a candidate already is not asked for again.
+What is known of a candidate already is not asked for again.
 """
 
 from __future__ import annotations
 
 import math
-import random
-from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -28,6 +24,7 @@ from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.heads import CONSOLIDATION, is_surely_better
 from dspy_flashevolve.gepa.options import Parts
 from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.published import PartialRelease
 from dspy_flashevolve.gepa.records import Batch, Candidate, Screened, Validated, ValidationPlan, evaluation_of
 from dspy_flashevolve.gepa.settings import Workflow
 from dspy_flashevolve.programs.evaluation_events import announce_evaluation
@@ -41,67 +38,6 @@ COMPARED = 0.25
 Under a model that rewrites whole texts (``rewriting``) runs of 120 metric calls gain .168 that way, .096 with the head
 alone, which is one of many rewrites; runs of 250 calls .230 and .128. Elsewhere they are level."""
 K = TypeVar("K", bound=Hashable)
-
-
-def released_at(share: float, requests: int) -> int:
-    """Requests that have to finish before a stage releases its output: at least one, at most all.
-
-    The product is rounded to a tenth before it is rounded up, so that 0.67 of three are two.
-
-    >>> [released_at(0.67, 3), released_at(0.25, 60), released_at(0.25, 3), released_at(1.0, 7)]
-    [2, 15, 1, 7]
-    """
-    return min(requests, max(1, math.ceil(round(share * requests, 1))))
-
-
-class ValidationOrder:
-    """The order in which the examples of a validation are run: those that tell candidates apart come first.
-
-    An example's worth is the variance of its scores over the candidates that were run on it, most first; equals, and
-    those that fewer than two candidates were run on, come in an order drawn from the seed. An example that the last
-    ``rounds`` candidates passed goes to the end, so that it leaves the prefix; one failure brings it back.
-
-    Every example is still run before a candidate is confirmed: the order changes nothing but what is known sooner.
-
-    Args:
-        passing: score from which an example counts as passed.
-        rounds: see above.
-        seed: of the draw.
-
-    >>> order = ValidationOrder(passing=1.0, rounds=1, seed=0)
-    >>> order.record({"told apart": 0.0, "easy": 1.0, "hard": 0.0})
-    >>> order.record({"told apart": 1.0, "easy": 1.0, "hard": 0.0})
-    >>> order.sort(["easy", "hard", "told apart"])
-    ['hard', 'told apart', 'easy']
-    >>> order.record({"told apart": 0.0})
-    >>> order.sort(["easy", "hard", "told apart"])
-    ['told apart', 'hard', 'easy']
-    """
-
-    def __init__(self, passing: float, rounds: int, seed: int | None) -> None:
-        self._passing = passing
-        self._rounds = rounds
-        self._seed = seed
-        self._sums: dict[Hashable, tuple[int, float, float]] = {}
-        self._last: dict[Hashable, deque[bool]] = {}
-
-    def record(self, scores: Mapping[K, float]) -> None:
-        """Take in one candidate's scores, on any examples."""
-        for example, score in scores.items():
-            count, total, squares = self._sums.get(example, (0, 0.0, 0.0))
-            self._sums[example] = (count + 1, total + score, squares + score * score)
-            self._last.setdefault(example, deque(maxlen=self._rounds)).append(score >= self._passing)
-
-    def sort(self, examples: Sequence[K]) -> list[K]:
-        """Sort examples, those to be run first in front."""
-        return sorted(examples, key=self._key)
-
-    def _key(self, example: Hashable) -> tuple[bool, float, float]:
-        last = self._last.get(example, ())
-        rotated = len(last) == self._rounds and all(last)
-        count, total, squares = self._sums.get(example, (0, 0.0, 0.0))
-        variance = 0.0 if count < 2 else max(0.0, squares / count - (total / count) ** 2)
-        return (rotated, -round(variance, 9), random.Random(f"{self._seed}/prefix/{example}").random())
 
 
 def at_most(scores: Sequence[float | None], highest: float) -> float:
@@ -194,7 +130,7 @@ class Evaluations:
         run: slots, budget, journal.
         program: runs a candidate on one example.
         pool: gepa's state.
-        workflow: when a parent's minibatch is released, and how long prefixes of validations are.
+        workflow: whether a candidate is released for selection on a part of its validation.
         on_score: told of every rollout that was answered: the hash of its candidate, the split, the example, the score.
     """
 
@@ -206,10 +142,12 @@ class Evaluations:
         workflow: Workflow,
         on_score: Callable[[str, str, str, float], None] | None = None,
     ) -> None:
-        self._run, self._program, self._pool, self._workflow = run, program, pool, workflow
+        self._run, self._program, self._pool = run, program, pool
         self.highest = math.inf if pool.perfect_score is None else pool.perfect_score
         """The highest score that an example can have; infinity once one above it was seen."""
-        self.order = ValidationOrder(self.highest, workflow.rounds, pool.seed)
+        self._release: PartialRelease | None = None
+        if workflow.validate < 1 and not run.lockstep:
+            self._release = PartialRelease(workflow.validate, workflow.rounds, passing=self.highest, seed=pool.seed)
         self._has_warned = False
         """Of a score outside of the scale: once a run."""
         self.set_aside = Reservation(run.budget, 0)
@@ -226,6 +164,11 @@ class Evaluations:
                 logger.warning("%s", problem)
         if score > self.highest:
             self.highest = math.inf
+
+    def record_scores(self, scores: Mapping[Any, float]) -> None:
+        """Take in a candidate's scores on validation examples."""
+        if self._release is not None:
+            self._release.record(scores)
 
     def gate(self, requests: int, before: Callable[[], float | None]) -> Gate | None:
         """Make what gives a screen up once its sum cannot pass; None where more than the sum decides.
@@ -402,7 +345,7 @@ class Evaluations:
         finally:
             pays.refund()
         await pool.write(pool.confirm_seed, evaluation_of(rollouts))
-        self.order.record({i: rollout.score for i, rollout in rollouts.items()})
+        self.record_scores({i: rollout.score for i, rollout in rollouts.items()})
 
     # Other candidates.
 
@@ -436,7 +379,7 @@ class Evaluations:
                 for pair in zip(children, plans, strict=True)
             ])  # fmt: skip
         except RolloutUnresolvedError:
-            await self._pool.write(self._pool.withdraw, keys)
+            await self._pool.write(self._pool.speculative.withdraw, keys)
             raise
 
     async def _compared(
@@ -448,8 +391,9 @@ class Evaluations:
             The place of the one to leave out, and the rollouts of the other. Without any where there is no budget for
             that: then the head is kept.
         """
-        shared = [i for i in self.order.sort(plans[0].missing) if i in plans[1].missing]
-        first = shared[: released_at(COMPARED, len(shared))]
+        shared = [i for i in plans[0].missing if i in plans[1].missing]
+        # Drawn, since examples may be sorted by class; the same again where an interrupted run goes on.
+        first = step_rng(step.number, self._pool.seed).sample(shared, math.ceil(COMPARED * len(shared)))
         rest = [[i for i in plan.missing if i not in first] for plan in plans]
         calls = sum(self.unpaid(step, plan.candidate, first) for plan in plans)
         calls += max(self.unpaid(step, plan.candidate, ids) for plan, ids in zip(plans, rest, strict=True))
@@ -470,33 +414,35 @@ class Evaluations:
             keys: gets the handle under which it can be selected meanwhile.
             begun: what it was run on already.
         """
-        ids = plan.missing if self._run.lockstep else self.order.sort([i for i in plan.missing if i not in begun])
-        size = released_at(self._workflow.validate, len(ids)) if ids else 0
+        ids, release = [i for i in plan.missing if i not in begun], self._release
         key: int | None = None
 
         async def part(stage: str, wanted: list[Any]) -> dict[Any, Rollout]:
             return await self.validation(stage, step, plan.candidate, wanted)
 
-        async def prefix() -> dict[Any, Rollout]:
+        async def prefix(wanted: list[Any]) -> dict[Any, Rollout]:
             nonlocal key
-            rollouts = await part("prefix", ids[:size])
-            key = await self._pool.write(self._pool.release, child, replace(plan, missing=ids[:size]), rollouts)
+            rollouts = await part("prefix", wanted)
+            key = await self._pool.write(self._pool.release, child, replace(plan, missing=wanted), rollouts)
             if key is not None:
                 keys.append(key)
             return rollouts
 
         async def whole() -> dict[Any, Rollout]:
-            if self._run.lockstep or size == len(ids) or not self._pool.seed_confirmed:
+            if release is None or not self._pool.seed_confirmed:
                 return await part("validate", ids)
-            first, rest = await gather([prefix, lambda: part("validate", ids[size:])])
-            return first | rest
+            first, rest = release.split(ids)
+            if not rest:
+                return await part("validate", first)
+            known, others = await gather([lambda: prefix(first), lambda: part("validate", rest)])
+            return known | others
 
         async def joined() -> dict[Any, Rollout]:
             return {**begun, **await whole()}
 
         rollouts = await self._announced(plan.candidate, plan.missing, joined)
         evaluation = await self._pool.write(self._pool.complete_validation, plan, rollouts)
-        self.order.record({i: rollout.score for i, rollout in rollouts.items()})
+        self.record_scores({i: rollout.score for i, rollout in rollouts.items()})
         return Validated(child.proposal, evaluation, len(plan.missing), child.base, key)
 
     async def _announced(

@@ -527,7 +527,7 @@ class Heads:
             return done
         if is_surely_better(gains, len(gains)):
             return done
-        self._pool.withdraw([done[1].key])
+        self._pool.speculative.withdraw([done[1].key])
         self._pool.reject(step, done[1].proposal, reason="the same text, written anew, is as good")
         return done[:1]
 

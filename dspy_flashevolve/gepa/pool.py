@@ -11,7 +11,7 @@ import json
 import math
 import pickle
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -37,6 +37,7 @@ from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.options import Chosen, Parts, strategies_of
+from dspy_flashevolve.gepa.published import SpeculativeCandidates
 from dspy_flashevolve.gepa.records import (
     Batch,
     Candidate,
@@ -53,7 +54,6 @@ from dspy_flashevolve.gepa.records import (
 )
 from dspy_flashevolve.gepa.reports import Reports, State, score_of
 from dspy_flashevolve.gepa.settings import GepaSettings
-from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
 from dspy_flashevolve.programs.checkpoint import CHECKPOINT
 from dspy_flashevolve.programs.records import as_writable
 
@@ -462,28 +462,9 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     # Candidates that come in, or go.
 
     def release(self, child: Screened, plan: ValidationPlan, rollouts: Mapping[Any, Rollout]) -> int | None:
-        """Let selection pick a child whose prefix is above the pool's best; its handle, or None where it is not.
-
-        Args:
-            plan, rollouts: of the prefix.
-        """
+        """Let selection pick a child whose validation is there in part; see :meth:`SpeculativeCandidates.release`."""
         known = self.complete_validation(plan, rollouts)
-        mine = known.scores_by_val_id
-        best = self.state.prog_candidate_val_subscores[self.best_index]
-        common = [i for i in mine if i in best]
-        if not common or sum(mine[i] for i in common) / len(common) <= sum(best[i] for i in common) / len(common):
-            return None
-        if self.state.frontier_type != "instance" and not known.objective_scores_by_val_id:
-            return None  # gepa could not place it in the frontier yet
-        parents = () if child.base is None or child.base not in self.speculative else (child.base,)
-        indices = tuple(child.proposal.parent_program_ids)
-        return self.speculative.add(child.proposal.candidate, parents, indices, known).key
-
-    def withdraw(self, keys: Iterable[int | None]) -> None:
-        """Take speculative candidates back, as if they had never been there; what was made from them is stale."""
-        for key in keys:
-            if key is not None and key in self.speculative:  # else it went with one under it
-                self.speculative.remove(key)
+        return self.speculative.release(child, known, self.state, self.best_index)
 
     def mark_grown(self, names: Sequence[list[str]]) -> None:
         """Take note which components of the candidates that are committed next have grown."""
@@ -517,9 +498,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
                 merge.last_iter_found_new_program = True
                 merge.schedule_if_needed()
             if validated.key is not None:
-                self.speculative.confirm(validated.key, commit.candidate)
-                if best is not None and commit.score < best:
-                    self.speculative.mark_fallen(validated.key)
+                has_fallen = best is not None and commit.score < best
+                self.speculative.confirm(validated.key, commit.candidate, has_fallen=has_fallen)
             commits.append(commit)
         self.save(force=True)
         return commits

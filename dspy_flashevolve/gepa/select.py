@@ -1,15 +1,10 @@
 """What a step works on: parents and minibatches, or a crossover of two parents; after an interruption, what it had
-selected before.
-
-gepa's selectors read a GEPAState. While candidates are speculative they get a copy of it in which these stand behind
-the confirmed ones, with the scores of their validation prefix; the state itself never holds them.
-"""
+selected before."""
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -113,8 +108,8 @@ class Selection:
         if credit is not None and credit.outlook.joins is not False and draw >= self._frontier_share:
             variant = credit.variant(rng)
             selector = _Fixed(credit.parent)
-        tasks, bases = sample(
-            pool,
+        tasks, bases = pool.speculative.sample(
+            pool.state,
             lambda state: parts.sampling_strategy.sample_tasks(state, selector, parts.batch_sampler, pool.trainset),
         )
         if credit is not None and variant is not None:
@@ -146,44 +141,6 @@ class Selection:
         missing = len(task.minibatch_ids) - len(kept)
         ids = kept + self._pool.parts.rng.sample(left, min(missing, len(left))) or list(task.minibatch_ids)
         return replace(task, minibatch_ids=ids, minibatch=self._pool.trainset.fetch(ids)) if missing else task
-
-
-def sample(pool: Pool, choose: Callable[[State], Sequence[Task]]) -> tuple[list[Task], list[int | None]]:
-    """Let ``choose`` pick tasks, and name for each the speculative candidate that it starts from.
-
-    A task's ``parent_idx`` is an index of gepa's pool again: of the nearest confirmed ancestor.
-    """
-    state, keys = selectable(pool)
-    confirmed = len(pool.state.program_candidates)
-    tasks: list[Task] = []
-    bases: list[int | None] = []
-    for task in choose(state):
-        base = keys[task.parent_idx - confirmed] if task.parent_idx >= confirmed else None
-        if base is not None:
-            task = replace(task, parent_idx=(pool.speculative.resolve((base,)) or (0,))[0])
-        tasks.append(task)
-        bases.append(base)
-    return tasks, bases
-
-
-def selectable(pool: Pool) -> tuple[State, list[int]]:
-    """Return the state to select from, and the handles of the candidates that it has beyond gepa's."""
-    waiting = [entry for entry in pool.speculative.entries if entry.evaluation is not None]
-    if not waiting:
-        return pool.state, []
-    view = copy.copy(pool.state)
-    for name, value in vars(view).items():  # what gepa changes when a candidate is added
-        if isinstance(value, list):
-            setattr(view, name, list(value))  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(value, dict):
-            fronts: dict[Any, Any] = value
-            setattr(view, name, {key: set(front) if isinstance(front, set) else front for key, front in fronts.items()})
-    view.best_outputs_valset = None
-    for entry in waiting:
-        assert entry.evaluation is not None
-        parents = list(pool.speculative.resolve((entry.key,))) or [0]
-        view.update_state_with_new_program(parents, entry.candidate, entry.evaluation, None, pool.state.total_num_evals)
-    return view, [entry.key for entry in waiting]
 
 
 class _Fixed:

@@ -90,7 +90,7 @@ class Workflow:
             propose, integrate (repairs), screen, prefix and validate; one that is not named may have all slots. None
             for no pools: each free slot goes to the request that is worth most.
         median_seconds: every so many seconds, slots move to the stages that produce less than the others
-            (:func:`~.scheduler.median_shares`). None for never: the order of the queues decides, which made the better
+            (:func:`~.published.median_shares`). None for never: the order of the queues decides, which made the better
             programs.
         max_outage_seconds: a run whose provider answers nothing for so long, and turns away all that it is sent, is
             given up with the best program so far; no Retry-After is waited for longer. None to wait as long as it

@@ -16,7 +16,7 @@ from dataclasses import replace
 import anyio
 
 from dspy_flashevolve.engine.steps import LiveSteps, Load, Reservation
-from dspy_flashevolve.gepa.evaluate import COMPARED, released_at
+from dspy_flashevolve.gepa.evaluate import COMPARED
 from dspy_flashevolve.gepa.heads import Heads, Phase
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
@@ -176,7 +176,7 @@ class Spending:
         if not self._heads.is_grown:
             return validation
         has_room = limit is not None and limit >= ROOM_FOR_TWO * validation
-        return validation + (validation if has_room else released_at(COMPARED, validation))
+        return validation + (validation if has_room else math.ceil(COMPARED * validation))
 
     @property
     def pays_beyond_validation(self) -> bool:

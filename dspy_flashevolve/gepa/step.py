@@ -34,6 +34,7 @@ from dspy_flashevolve.gepa.heads import CONSOLIDATION, Given, Heads, Phase
 from dspy_flashevolve.gepa.options import gepa_logger, has_foreign
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import Proposing, ReflectionCalls
+from dspy_flashevolve.gepa.published import bound_stages
 from dspy_flashevolve.gepa.records import (
     Batch,
     Child,
@@ -120,6 +121,7 @@ class GepaLoop:
             lambda: 0 if self._credit is None else self._spending.calls_alone,
             has_edits,
         )
+        self._slot_rules = bound_stages(run, settings.workflow)
         self._counts_from = 0
         """Number from which on a step is an iteration to stoppers that count those without improvement."""
         self._seeded = anyio.Event()
@@ -173,7 +175,7 @@ class GepaLoop:
             self._heads.restored()
             gepa_logger.info(f"Going on: {run.budget.spent} metric calls of earlier sessions are counted.")
             for scores in pool.state.prog_candidate_val_subscores:
-                self._evaluations.order.record(scores)
+                self._evaluations.record_scores(scores)
                 self._evaluations.record_score(max(scores.values(), default=float("-inf")))
             await self._record_seed()
             goes_on = run.journal is not None and bool(run.journal.unfinished)
@@ -195,6 +197,7 @@ class GepaLoop:
             stop_reason=self._spending.may_open,
             on_end=self._ended,
             first_number=max(pool.state.i, last) + 1,
+            watchers=self._slot_rules,
         )
         self._evaluations.set_aside.refund()
         await pool.write(self._heads.keep_credit)
@@ -477,7 +480,7 @@ class GepaLoop:
         try:
             self._look(step, "before_commit", [validated.base for validated in work])
         except StepEnded:
-            await self._pool.write(self._pool.withdraw, [validated.key for validated in work])
+            await self._pool.write(self._pool.speculative.withdraw, [validated.key for validated in work])
             raise
         commits: list[Commit] = []
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile

@@ -124,8 +124,6 @@ class DspyRun(EvolutionRun):
             lockstep=settings.schedule == "lockstep",
             max_seconds=settings.max_seconds,
             rollout_timeout_seconds=settings.rollout_timeout_seconds,
-            median_seconds=settings.median_seconds,
-            workers=settings.workers,
             retry=replace(retry or RetryPolicy(), outage_seconds=settings.max_outage_seconds),
             journal=journal,
             observers=observers,

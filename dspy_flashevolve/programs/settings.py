@@ -10,7 +10,6 @@ from dspy.primitives import Example, Module, Prediction
 
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
-from dspy_flashevolve.engine.scheduler import Workers
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 
 Schedule = Literal["async", "lockstep"]
@@ -31,7 +30,6 @@ class RunSettings:
         rollout_timeout_seconds: a rollout that takes longer is given up and asked for again; None for no bound.
         max_outage_seconds: when a provider that answers nothing is given up, and the longest Retry-After; None for
             never.
-        median_seconds, workers: see :class:`Workflow`.
         rollouts: makes the rollouts in other processes; None to make them in this one.
         seed: of the steps' randomness, and of jitter.
 
@@ -50,8 +48,6 @@ class RunSettings:
     schedule: Schedule = "async"
     rollout_timeout_seconds: float | None = None
     max_outage_seconds: float | None = OUTAGE_SECONDS
-    median_seconds: float | None = None
-    workers: Workers | None = None
     rollouts: RayRollouts | None = None
     seed: int | None = 0
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, TransientError
-from dspy_flashevolve.engine.events import Committed, Event, LimitChanged, StageVisited, StepClosed, StepOpened
+from dspy_flashevolve.engine.events import Committed, Event, StageVisited, StepClosed, StepOpened
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, batch, gather, record_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
@@ -552,60 +552,6 @@ def test_the_later_stage_goes_first_and_a_step_s_time_in_each_stage_is_told() ->
     assert visits == [("validate", 0.0, 1.0, 2.0), ("propose", 0.0, 0.0, 3.0), ("rollout", 0.0, 3.0, 4.0)]
 
 
-@pytest.mark.parametrize("lockstep", [False, True])
-def test_the_median_rule_moves_slots_except_in_lockstep(lockstep: bool) -> None:
-    world = World(6, median_seconds=10.0, lockstep=lockstep, max_seconds=200.0)
-
-    async def step(step: Step) -> End:
-        world.run.begin(step, 0)
-        await world.ask("rollout", step, 0.5)
-        await world.ask("propose", step, 4.0)
-        await world.ask("validate", step, 0.5)
-        return End(EndKind.REJECTED)
-
-    world.evolve(step, LiveSteps(12))
-    changes = world.of(LimitChanged)
-    assert all(abs(one.after - one.before) == 1 and 1 <= one.after <= 6 for one in changes)
-    assert not (lockstep and changes)
-
-
-def test_a_worker_pool_bounds_the_requests_of_its_stage_and_the_median_rule_moves_it_within_its_bounds() -> None:
-    workers = {"rollout": 2, "propose": (1, 3)}
-    world = World(12, median_seconds=10.0, workers=workers, max_seconds=400.0)
-    running, most = Counter[str](), Counter[str]()
-
-    async def ask(stage: str, step: Step, seconds: float) -> None:
-        async def call() -> None:
-            running[stage] += 1
-            most[stage] = max(most[stage], running[stage])
-            await anyio.sleep(seconds)
-            running[stage] -= 1
-
-        await world.run.rollouts.request(stage, step, call)
-
-    async def step(step: Step) -> End:
-        world.run.begin(step, 0)
-        await ask("propose", step, 2.0)
-        if step.number % 4 == 0:  # so that it finishes far more than the two others
-            await gather([lambda: ask("rollout", step, 0.5)] * 4)
-            await gather([lambda: ask("validate", step, 0.1)] * 6)
-        return End(EndKind.REJECTED)
-
-    world.evolve(step, LiveSteps(12))
-    changes = [(one.before, one.after) for one in world.of(LimitChanged) if one.name == "propose"]
-    assert changes[:2] == [(3, 2), (2, 1)]
-    assert {after for _, after in changes} <= {1, 2, 3}
-    assert not [one for one in world.of(LimitChanged) if one.name == "rollout"]
-    assert most["rollout"] == 2
-    assert most["propose"] == 3
-    assert most["validate"] > 3
-
-
-def test_workers_of_a_stage_that_there_is_not_are_refused_before_anything_runs() -> None:
-    with pytest.raises(ConfigurationError, match=r"workers has screens, expected stages of .*: rollout, propose"):
-        World(4, workers={"screens": 2})
-
-
 # The budget
 
 
@@ -760,7 +706,7 @@ class Chaos:
     live=st.integers(1, 9),
     steps=st.integers(0, 14),
     budget=st.none() | st.integers(0, 120),
-    more=st.sampled_from([{}, {"lockstep": True}, {"median_seconds": 5.0}, {"max_seconds": 20.0}]),
+    more=st.sampled_from([{}, {"lockstep": True}, {"max_seconds": 20.0}]),
 )
 def test_every_run_ends_whatever_its_steps_meet(
     seed: int, slots: int, live: int, steps: int, budget: int | None, more: dict[str, Any]

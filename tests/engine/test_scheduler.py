@@ -18,9 +18,7 @@ from dspy_flashevolve.engine.scheduler import (
     DISCOUNT,
     Scheduler,
     StageVisit,
-    StageWindow,
     current_slot,
-    median_shares,
     priority,
 )
 from tests.engine.stepped import STAGES, Asker, Stepped, settle, stepped
@@ -380,50 +378,6 @@ def test_a_visit_is_from_a_steps_first_request_in_a_stage_to_its_last() -> None:
 
     stepped(main)
     assert on.visits == [StageVisit(5, "rollout", 0.0, 0.0, 2.0), StageVisit(7, "screen", 1.0, 2.0, 6.0)]
-
-
-WINDOWS = st.dictionaries(
-    st.sampled_from(STAGES),
-    st.builds(StageWindow, st.integers(0, 40), st.integers(0, 9), st.integers(0, 9), st.integers(1, 12)),
-    min_size=1,
-)
-
-
-@given(WINDOWS, st.integers(1, 6), st.integers(0, 6))
-def test_the_median_rule_moves_a_stage_by_at_most_one_slot_within_its_bounds(
-    windows: dict[str, StageWindow], least: int, more: int
-) -> None:
-    most = least + more
-    shares = median_shares(windows, dict.fromkeys(windows, (least, most)))
-    assert set(shares) == set(windows)
-    for name, share in shares.items():
-        assert least <= share <= most
-        assert abs(share - max(least, min(most, windows[name].share))) <= 1
-
-
-@given(WINDOWS)
-def test_the_median_rule_gives_only_to_what_waits_with_its_share_in_use(windows: dict[str, StageWindow]) -> None:
-    for name, share in median_shares(windows, dict.fromkeys(windows, (1, 12))).items():
-        if share > windows[name].share:
-            assert windows[name].waiting
-            assert windows[name].running >= windows[name].share
-
-
-def test_a_window_counts_the_visits_since_the_last_one() -> None:
-    on = Stepped(3)
-
-    async def main() -> None:
-        await on.ask("rollout", 1)
-        await on.ask("rollout", 2, 2)
-        await on.ask("rollout", 3)
-        await on.end()
-        assert on.scheduler.take_windows()["rollout"] == StageWindow(finished=1, waiting=0, running=3, share=3)
-        on.scheduler.set_shares({"rollout": 2})
-        await on.end(2)
-        assert on.scheduler.take_windows()["rollout"] == StageWindow(finished=1, waiting=0, running=1, share=2)
-        await on.end_all()
-
-    stepped(main)
 
 
 # Slots that are given back for a while

@@ -62,7 +62,10 @@ def kept(head: dict[int, float], clean: dict[int, float], best: float | None = N
     """Tags of what is committed of a head and the same text written anew, by the scores of both."""
     heads, _, _ = heads_of()
     pool: Any = SimpleNamespace(
-        frontier_type="instance", best_score=lambda: best, withdraw=lambda keys: None, reject=lambda *_, reason: None
+        frontier_type="instance",
+        best_score=lambda: best,
+        speculative=SimpleNamespace(withdraw=lambda keys: None),
+        reject=lambda *_, reason: None,
     )
     heads._pool = pool
     done = [

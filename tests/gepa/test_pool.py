@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.steps import Budget, Reservation, Step, step_rng
-from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
+from dspy_flashevolve.gepa.published import SpeculativeCandidates
 from tests.contract.surface import Heard
 from tests.gepa.pools import EXAMPLES, commit, frontier, pool_of
 
@@ -98,7 +98,7 @@ def test_a_removed_speculative_candidate_leaves_nothing_behind(steps: list[tuple
             gone = {taken}
             for one in alive:  # oldest first
                 gone |= {one.key} if gone & set(one.parents) else set()
-            waiting.remove(taken)
+            waiting.withdraw([taken])
             assert {one.key for one in waiting.entries} == {one.key for one in alive} - gone
         there = confirmed | {one.key for one in waiting.entries}
         assert all(set(one.parents) <= there for one in waiting.entries), "no candidate stands on one that is gone"

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.select import sample, selectable
 from tests.gepa.pools import EXAMPLES, commit, frontier, pool_of
 
 FULL = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=EXAMPLES, max_size=EXAMPLES)
@@ -37,7 +36,7 @@ def pickled(pool: Pool) -> bytes:
 
 def view_of(pool: Pool) -> Any:
     """Everything that a selector of gepa reads."""
-    view, keys = selectable(pool)
+    view, keys = pool.speculative.selectable(pool.state)
     scores = view.per_program_tracked_scores
     mapping = view.get_pareto_front_mapping()
     listed = (view.program_candidates, view.prog_candidate_val_subscores, view.parent_program_for_candidate)
@@ -61,7 +60,7 @@ class Play:
 
     def step(self, action: str, scores: Any, which: int) -> None:
         waiting = self.pool.speculative
-        alive = [key for key in self.kept if key in waiting]
+        alive = [entry.key for entry in waiting.entries if entry.key in self.kept]
         if action == "commit":
             self.commit(scores)
         elif action == "add":
@@ -75,12 +74,10 @@ class Play:
         elif action == "confirm" and alive:
             waiting.confirm(alive[which % len(alive)], self.commit([0.5] * EXAMPLES))
         elif action == "look":
-            selectable(self.pool)
+            self.pool.speculative.selectable(self.pool.state)
 
     def end(self) -> Any:
-        for key in self.doomed:
-            if key in self.pool.speculative:
-                self.pool.speculative.remove(key)
+        self.pool.speculative.withdraw(self.doomed)
         waiting = self.pool.speculative
         entries = [(entry.candidate, waiting.resolve(entry.parents), entry.indices) for entry in waiting.entries]
         stands_for = [waiting.resolve((key,)) for key in self.kept]
@@ -108,7 +105,7 @@ def test_gepas_state_holds_what_was_committed_and_looking_does_not_change_it(ste
     for step in steps:
         play.step(*step)
     pool, before = play.pool, pickled(play.pool)
-    view, keys = selectable(pool)
+    view, keys = pool.speculative.selectable(pool.state)
     assert pickled(pool) == before
     assert len(pool.state.program_candidates) == 1 + play.committed
     confirmed = len(pool.state.program_candidates)
@@ -126,7 +123,7 @@ def test_gepas_state_holds_what_was_committed_and_looking_does_not_change_it(ste
 def test_a_view_is_only_a_view_of_the_fronts_too() -> None:
     pool = pool_of()
     pool.speculative.add({"p": "better"}, (), (0,), evaluation=part({0: 1.0, 1: 0.5}))
-    view, _ = selectable(pool)
+    view, _ = pool.speculative.selectable(pool.state)
     assert view.get_pareto_front_mapping() == {0: {1}, 1: {0, 1}, 2: {0}, 3: {0}}
     assert pool.state.get_pareto_front_mapping() == {i: {0} for i in range(EXAMPLES)}
     assert pool.best_score() == 0.5
@@ -136,7 +133,7 @@ def test_a_view_is_only_a_view_of_the_fronts_too() -> None:
 def test_what_has_no_scores_yet_is_not_in_the_view() -> None:
     pool = pool_of()
     pool.speculative.add({"p": "the seed, while it is being validated"})
-    assert selectable(pool) == (pool.state, [])
+    assert pool.speculative.selectable(pool.state) == (pool.state, [])
     pool.close()
 
 
@@ -150,7 +147,7 @@ def test_a_task_from_the_view_names_the_candidate_and_its_nearest_confirmed_ance
         texts = state.program_candidates
         return [ProposalTask(i, texts[i], [i], [i]) for i in (3, 0, 2, 1)]
 
-    tasks, bases = sample(pool, choose)
+    tasks, bases = pool.speculative.sample(pool.state, choose)
     assert bases == [second.key, None, first.key, None]
     assert [task.parent_idx for task in tasks] == [index, 0, index, index]
     assert [task.parent_candidate["p"] for task in tasks] == ["second", "seed", "first", "committed"]
@@ -166,7 +163,7 @@ def test_one_that_went_with_its_parent_and_was_confirmed_all_the_same_stands_for
     parent = waiting.add({"p": "parent"}, (), (0,))
     child = waiting.add({"p": "child"}, (parent.key,), ())
     grandchild = waiting.add({"p": "grandchild"}, (child.key,), ())
-    waiting.remove(parent.key)
+    waiting.withdraw([parent.key])
     assert waiting.fallen == {parent.key, child.key, grandchild.key}
     assert waiting.resolve((grandchild.key,)) == (0,)
     waiting.confirm(child.key, 7)
@@ -184,7 +181,6 @@ def test_confirming_puts_the_index_in_place_of_the_handle() -> None:
     waiting.confirm(one.key, 3)
     assert waiting.resolve((one.key,)) == waiting.resolve((child.key,)) == (3,)
     assert [one.key for one in waiting.entries] == [child.key]
-    assert one.key not in waiting
     pool.close()
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from dspy_flashevolve import Workflow
 from dspy_flashevolve.gepa.credit import Credit
+from dspy_flashevolve.gepa.published import SpeculativeCandidates
 from dspy_flashevolve.gepa.reports import Reports
-from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
 from tests.contract.surface import compiled
 
 

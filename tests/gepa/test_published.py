@@ -1,0 +1,239 @@
+"""FlashEvolve's release on a part of a validation, and its median rule; what a sum of scores can still come to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.events import LimitChanged
+from dspy_flashevolve.engine.rollouts import gather
+from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Step
+from dspy_flashevolve.gepa.evaluate import at_most
+from dspy_flashevolve.gepa.published import PartialRelease, StageWindow, bound_stages, median_shares
+from dspy_flashevolve.gepa.settings import STAGES, Workflow
+from tests.engine.test_run import World
+
+SCORES = st.dictionaries(st.integers(0, 7), st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=8)
+"""One candidate's scores, on some of eight examples."""
+EXAMPLES = list(range(8))
+WINDOWS = st.dictionaries(
+    st.sampled_from(STAGES),
+    st.builds(StageWindow, st.integers(0, 40), st.integers(0, 9), st.integers(0, 9), st.integers(1, 12)),
+    min_size=1,
+)
+
+
+def release_of(
+    candidates: Sequence[dict[int, float]], rounds: int = 3, passing: float = 1.0, share: float = 0.5
+) -> PartialRelease:
+    release = PartialRelease(share, rounds, passing=passing, seed=0)
+    for scores in candidates:
+        release.record(scores)
+    return release
+
+
+def order_of(release: PartialRelease, examples: list[int]) -> list[int]:
+    first, rest = release.split(examples)
+    return first + rest
+
+
+@pytest.mark.parametrize(
+    ("share", "requests", "released"),
+    [(0.67, 3, 2), (1 / 3, 3, 1), (2 / 3, 3, 2), (0.5, 5, 3), (0.25, 12, 3), (1e-9, 7, 1), (1.0, 7, 7)],
+)
+def test_shares_as_people_write_them_mean_what_they_say(share: float, requests: int, released: int) -> None:
+    first, rest = release_of([], share=share).split(range(requests))
+    assert len(first) == released
+    assert sorted(first + rest) == list(range(requests))
+
+
+def rotated(candidates: list[dict[int, float]], example: int, rounds: int) -> bool:
+    last = [scores[example] for scores in candidates if example in scores][-rounds:]
+    return len(last) == rounds and all(score >= 1.0 for score in last)
+
+
+def variance(candidates: list[dict[int, float]], example: int) -> float:
+    scores = [scores[example] for scores in candidates if example in scores]
+    return statistics.pvariance(scores) if len(scores) > 1 else 0.0
+
+
+@given(st.lists(SCORES, max_size=8), st.integers(1, 4))
+def test_what_tells_candidates_apart_goes_first_and_what_rotated_out_goes_last(
+    candidates: list[dict[int, float]], rounds: int
+) -> None:
+    there = order_of(release_of(candidates, rounds), EXAMPLES)
+    out = [rotated(candidates, example, rounds) for example in there]
+    assert out == sorted(out)
+    for earlier, later in itertools.pairwise(there):
+        if rotated(candidates, earlier, rounds) == rotated(candidates, later, rounds):
+            assert variance(candidates, earlier) >= variance(candidates, later) - 1e-9
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_an_example_leaves_the_prefix_after_its_rounds_and_one_failure_brings_it_back(rounds: int) -> None:
+    order = release_of([], rounds)
+    order.record({0: 0.0, 1: 0.0})
+    for _ in range(rounds - 1):
+        order.record({0: 1.0, 1: 0.0})
+        assert order_of(order, [0, 1]) == [0, 1], "it tells candidates apart"
+    order.record({0: 1.0, 1: 0.0})
+    assert order_of(order, [0, 1]) == [1, 0]
+    order.record({1: 0.0})
+    assert order_of(order, [0, 1]) == [1, 0], "a candidate that was not run on it says nothing of it"
+    order.record({0: 0.9, 1: 0.0})
+    assert order_of(order, [0, 1]) == [0, 1]
+
+
+def test_without_a_perfect_score_nothing_rotates_out() -> None:
+    order = release_of([], 1, math.inf)
+    order.record({0: 0.0, 1: 0.0})
+    order.record({0: 1.0, 1: 0.0})
+    assert order_of(order, [0, 1]) == [0, 1]
+
+
+# The median rule
+
+
+@given(WINDOWS, st.integers(1, 6), st.integers(0, 6))
+def test_the_median_rule_moves_a_stage_by_at_most_one_slot_within_its_bounds(
+    windows: dict[str, StageWindow], least: int, more: int
+) -> None:
+    most = least + more
+    for name, share in median_shares(windows, dict.fromkeys(windows, (least, most))).items():
+        window = windows[name]
+        assert least <= share <= most
+        assert abs(share - max(least, min(most, window.share))) <= 1
+        if share > max(least, window.share):
+            assert window.waiting, "only what waits gets more"
+            assert window.running >= window.share
+
+
+def test_a_worker_pool_bounds_the_requests_of_its_stage_and_the_median_rule_moves_it_within_its_bounds() -> None:
+    world = World(12, max_seconds=400.0)
+    running, most = Counter[str](), Counter[str]()
+
+    async def ask(stage: str, step: Step, seconds: float) -> None:
+        async def call() -> None:
+            running[stage] += 1
+            most[stage] = max(most[stage], running[stage])
+            await anyio.sleep(seconds)
+            running[stage] -= 1
+
+        await world.run.rollouts.request(stage, step, call)
+
+    async def step(step: Step) -> End:
+        world.run.begin(step, 0)
+        await ask("propose", step, 2.0)
+        if step.number % 4 == 0:  # so that it finishes far more than the two others
+            await gather([lambda: ask("rollout", step, 0.5)] * 4)
+            await gather([lambda: ask("validate", step, 0.1)] * 6)
+        return End(EndKind.REJECTED)
+
+    workflow = Workflow(workers={"rollout": 2, "propose": (1, 3)}, median_seconds=10.0)
+    world.evolve(step, LiveSteps(12), watchers=bound_stages(world.run, workflow))
+    changes = [(one.before, one.after) for one in world.of(LimitChanged) if one.name == "propose"]
+    assert changes[:2] == [(3, 2), (2, 1)]
+    assert {after for _, after in changes} <= {1, 2, 3}
+    assert not [one for one in world.of(LimitChanged) if one.name == "rollout"]
+    assert most["rollout"] == 2
+    assert most["propose"] == 3
+    assert most["validate"] > 3
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("share", [0, 0.0, -0.1, 1.01, float("nan"), float("inf"), True, "half", None])
+def test_a_share_that_is_none_is_refused_with_its_name(share: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"Workflow: validate is {share!r}, expected a share"):
+        Workflow(validate=share)
+
+
+@pytest.mark.parametrize("rounds", [0, -1, 1.5, True, None, "3"])
+def test_rounds_are_a_whole_number_of_at_least_one(rounds: Any) -> None:
+    with pytest.raises(ConfigurationError, match="Workflow: rounds is"):
+        Workflow(rounds=rounds)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "3"])
+def test_live_steps_are_a_whole_number_of_at_least_one_or_none(steps: Any) -> None:
+    with pytest.raises(ConfigurationError, match="Workflow: live_steps is"):
+        Workflow(live_steps=steps)
+    assert Workflow(live_steps=None).live_steps is None
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan"), True, "60"])
+def test_a_window_of_the_median_rule_is_a_number_of_seconds(seconds: Any) -> None:
+    with pytest.raises(ConfigurationError, match="Workflow: median_seconds is"):
+        Workflow(median_seconds=seconds)
+
+
+@pytest.mark.parametrize("pool", [0, -1, 1.5, True, "8", None, (4,), (4, 2), (0, 3), (1, 2, 3), [2, 4]])
+def test_workers_are_a_number_for_a_stage_or_the_fewest_and_the_most(pool: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"Workflow: workers\['propose'\] is .*, expected a whole number"):
+        Workflow(workers={"propose": pool}, median_seconds=10.0)
+
+
+@pytest.mark.parametrize("workers", [4, "rollout", [("rollout", 2)], {"screens": 2}, {1: 2}, {"rollout": 2, None: 1}])
+def test_workers_are_given_by_the_names_of_stages(workers: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"Workflow: workers is .*; stages are rollout, propose, integrate"):
+        Workflow(workers=workers)
+
+
+def test_workers_that_may_change_need_something_that_moves_them() -> None:
+    with pytest.raises(ConfigurationError, match=r"workers\['propose'\] is \(2, 4\), but nothing moves it"):
+        Workflow(workers={"propose": (2, 4)})
+    assert Workflow(workers={"propose": (2, 4), "rollout": 8}, median_seconds=10.0).workers is not None
+
+
+def test_the_ends_of_the_ranges_are_allowed_and_by_default_every_stage_waits_for_all() -> None:
+    one = Workflow(validate=1e-9, rounds=1, live_steps=1, median_seconds=0.1)
+    assert (one.rounds, one.live_steps) == (1, 1)
+    one = Workflow()
+    assert (one.validate, one.median_seconds) == (1.0, None)
+    assert len({Workflow(), Workflow(), Workflow(validate=0.5)}) == 2
+
+
+# What a sum can still come to
+
+
+TERMS = st.floats(-1e6, 1.0).map(lambda score: round(score, 15))
+"""As precise as a metric's scores may be; see at_most on terms under 1e-30."""
+
+
+@given(st.lists(TERMS, min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_no_sum_in_floating_point_is_above_what_was_thought_possible(
+    scores: list[float], shuffler: random.Random
+) -> None:
+    order = list(range(len(scores)))
+    shuffler.shuffle(order)
+    known: list[float | None] = [None] * len(scores)
+    bound = at_most(known, 1.0)
+    for index in order:
+        known[index] = scores[index]
+        assert sum(scores) <= at_most(known, 1.0) <= bound, "it only falls, down to the sum itself"
+        bound = at_most(known, 1.0)
+    assert bound == sum(scores)
+
+
+@given(st.lists(st.sampled_from([0.1, 0.2, 0.3, 1 / 3, 0.7, 0.9, 1.0]), min_size=1, max_size=10), st.integers(0, 9))
+def test_perfect_scores_for_the_rest_reach_the_bound_exactly(scores: list[float], missing: int) -> None:
+    known: list[float | None] = [*scores]
+    known[missing % len(scores)] = None
+    assert at_most(known, 1.0) == sum(1.0 if score is None else score for score in known)
+
+
+def test_without_a_highest_score_anything_is_possible() -> None:
+    assert at_most([0.0, None], math.inf) == math.inf
+    assert at_most([0.0, 0.5], math.inf) == 0.5
