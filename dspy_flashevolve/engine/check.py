@@ -41,12 +41,7 @@ commit: other loops name what they run as they like, and write down what they co
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What a check has found.
-
-    Args:
-        summary: a line a fact, for people.
-        problems: a sentence a problem; empty when all is well.
-    """
+    """What a check has found: a line a fact, and a sentence a problem, none when all is well."""
 
     summary: list[str]
     problems: list[str]
@@ -62,7 +57,7 @@ def check(directory: str | Path) -> CheckReport:
         keeps = bool(rows(KEEPS_TEXTS))
         problems = [
             *_unknown_references(rows, keeps),
-            *_wrong_commits(rows, keeps, Path(directory)),
+            *_wrong_commits(rows, keeps),
             *_wrong_counts(rows),
             *_wrong_texts(rows),
             *_wrong_ends(rows),
@@ -111,8 +106,8 @@ def _unknown_references(rows: Rows, keeps_texts: bool) -> list[str]:
     return found
 
 
-def _wrong_commits(rows: Rows, keeps_texts: bool, directory: Path) -> list[str]:
-    """Commits out of order, with scores that no rollout gave, or not those of a checkpoint beside the journal."""
+def _wrong_commits(rows: Rows, keeps_texts: bool) -> list[str]:
+    """Commits out of order, or with scores that no rollout gave."""
     found: list[str] = []
     commits = rows("SELECT * FROM commits ORDER BY candidate_index")
     first = min(1, commits[0]["candidate_index"]) if commits else 1  # the seed is a commit of some loops
@@ -144,24 +139,7 @@ def _wrong_commits(rows: Rows, keeps_texts: bool, directory: Path) -> list[str]:
         ]
         if wrong:
             found.append(f"candidate {row['candidate_index']} has scores that no rollout gave: examples {wrong[:3]}")
-    found += _unlike_checkpoint(rows, commits, directory / "candidates.json")
     return found
-
-
-def _unlike_checkpoint(rows: Rows, commits: list[sqlite3.Row], path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    stored: list[dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))
-    texts = {row["hash"]: json.loads(row["texts"]) for row in rows("SELECT hash, texts FROM candidates")}
-    for row, there in zip(commits, stored[1:], strict=False):
-        mine = texts.get(row["candidate"])
-        if mine != there and REDACTED not in json.dumps(mine):
-            return [f"candidate {row['candidate_index']} is another one in {path.name}"]
-    # The journal hears of the commits of a step first: it may be ahead by those, where the run was killed in between.
-    latest = sum(row["step"] == commits[-1]["step"] for row in commits) if commits else 0
-    if len(stored) - 1 > len(commits) or len(commits) - (len(stored) - 1) > latest:
-        return [f"the journal has {len(commits)} commits, {path.name} has {len(stored) - 1}"]
-    return []
 
 
 def _wrong_counts(rows: Rows) -> list[str]:

@@ -53,13 +53,9 @@ OPTIONAL_STAGES = {"integrate"}
 class CircuitBreaker:
     """Says when an endpoint turns away most of what it is sent, and for how long it is left alone then.
 
-    Unlike a request's own backoff it holds up everything, so a single refusal never opens it; unlike an adaptive limit
-    it is all or nothing. After a pause it is half open until something is answered.
-
-    Args:
-        policy: how long pauses are.
-        clock: seconds.
-        tries_one: while it is half open one request at a time is sent, whose refusal opens it again.
+    Unlike a request's own backoff it holds up everything, so a single refusal never opens it; unlike an adaptive
+    limit it is all or nothing. After a pause it is half open until something is answered; with ``tries_one`` it then
+    sends one request at a time, whose refusal opens it again.
     """
 
     def __init__(self, policy: RetryPolicy, clock: Callable[[], float], tries_one: bool = False) -> None:
@@ -111,14 +107,7 @@ class CircuitBreaker:
 
 
 class Endpoint(Responder):
-    """One address, or what stands for all that a stage asks. Made by :class:`Endpoints`.
-
-    Args:
-        name: its address without secrets, or the provider's name.
-        retries: of the run.
-        group: whose slots its requests hold.
-        is_optional: see :class:`Responder`.
-    """
+    """One address, or what stands for all that a stage asks; its requests hold slots of ``group``."""
 
     def __init__(self, name: str, retries: Retries, group: EndpointGroup, is_optional: bool = False) -> None:
         super().__init__(name, retries, is_optional)
@@ -148,12 +137,7 @@ class Endpoint(Responder):
     async def admit(
         self, slot: Slot | None, rate_limit: RateLimit | None = None, tokens: float = 0.0, keep_slot: bool = False
     ) -> None:
-        """Wait for the end of a pause, and until the provider's limits a minute let a request through.
-
-        Args:
-            slot, keep_slot: see :meth:`~.retries.Retries.sleep`.
-            rate_limit, tokens: the limits a minute, and what the request is expected to cost; None for no limits.
-        """
+        """Wait for the end of a pause, and until the limits a minute let a request of so many tokens through."""
         retries = self.retries
         for pauses in range(MAX_PAUSES):
             left, spread = self.paused_until - retries.clock(), retries.policy.first_seconds
@@ -194,11 +178,7 @@ class Endpoint(Responder):
     def record_refusal(
         self, request: TrackedRequest, retry_after_seconds: float | None, reason: str = "refused"
     ) -> None:
-        """Record a 429, a Retry-After or a timeout; where they are the rule the endpoint pauses, and its limit shrinks.
-
-        Args:
-            reason: told with the change of the limit.
-        """
+        """Record a 429, a Retry-After or a timeout; where they are the rule it pauses and its limit shrinks."""
         if retry_after_seconds is not None:
             retry_after_seconds = self.retries.policy.capped_retry_after(retry_after_seconds)
         # Where nothing was answered since the last cut, fewer requests at once would be refused as well.
@@ -234,13 +214,7 @@ class Endpoint(Responder):
 
 
 class Server(Endpoint):
-    """One of several servers of a model: it has a limit of its own, and is left out while it fails.
-
-    Args:
-        name: its address without secrets.
-        servers: those of the model, of which it is one.
-        bounds: of its limit; None where the run's number of slots is the only limit.
-    """
+    """One of several servers of a model: it has a limit of its own, and is left out while it fails."""
 
     def __init__(self, name: str, servers: Servers, bounds: Bounds | None) -> None:
         super().__init__(name, servers.retries, servers.group)
@@ -271,12 +245,8 @@ class Server(Endpoint):
         return not self._under_way and self.retries.clock() > self._answered_seconds + FORGET_SECONDS
 
     def expected_latency(self, mean_seconds: float) -> float:
-        """Return the seconds that one more request is expected to take: as the last ones, or as long as it has answered
-        nothing of what it has.
-
-        Args:
-            mean_seconds: stands for the latency of a server that has answered nothing.
-        """
+        """Return the seconds that one more request is expected to take: as the last ones (the mean of all servers
+        before the first), or as long as it has answered nothing of what it has."""
         if self.is_forgotten:
             return 0.0
         now = self.retries.clock()
@@ -329,18 +299,12 @@ class Server(Endpoint):
 
 
 class Servers(Responder):
-    """The servers of one model, of which each request asks one. Made by :class:`Endpoints`.
+    """The servers of one model, of which each request asks one.
 
     The least loaded of those that are about as fast as the fastest is asked, by its latency times its requests
-    (Finagle's Peak EWMA); a slower one where the fast ones have as many as their limits allow. So no step waits for a
-    slow server while a fast one has room.
-
-    Args:
-        name: of the model's endpoint: the servers' names with :data:`SERVER_SEPARATOR` between them.
-        retries: of the run.
-        group: whose slots the requests hold.
-        bounds: of each server's limit; None where the run's number of slots is the only limit.
-        is_optional: see :class:`Responder`.
+    (Finagle's Peak EWMA); a slower one where the fast ones have as many as their limits allow. So no step waits for
+    a slow server while a fast one has room. Its name is the servers' names with :data:`SERVER_SEPARATOR` between
+    them.
     """
 
     def __init__(
@@ -368,12 +332,8 @@ class Servers(Responder):
         is_full: Callable[[Server], bool] = lambda server: False,
         exclude: Endpoint | None = None,
     ) -> Server:
-        """Decide which server to ask; the request counts as under way there from now on.
-
-        Args:
-            is_full: whether a server's requests wait for its limits a minute.
-            exclude: the server that has just turned the request away.
-        """
+        """Decide which server to ask, and count the request as under way there: none that is full by its limits a
+        minute, nor the one that has just turned it away (``exclude``), where others are ready."""
         self.group.update_slots()  # the end of a pause has no event of its own
         ready = [server for server in self.members if server.slots > server.in_flight]
         ready = [server for server in ready if server is not exclude] or ready
@@ -395,13 +355,8 @@ class EndpointGroup:
 
     Args:
         name: of the endpoints, joined by " + "; the scheduler knows the group by it.
-        scheduler: gives the slots.
-        bus: told of every change of a limit.
-        clock: seconds.
-        bounds: of the adaptive limit that the endpoints share, but for servers, which have limits of their own; None
-            where the run's number of slots is the only limit.
-        is_scheduled: a stage asks it; else it is a single endpoint that only the user's own code asks, without a slot
-            that is known to be for it.
+        bounds: of the adaptive limit that the endpoints share; None where the run's number of slots is the only limit.
+        is_scheduled: a stage asks it; else only the user's own code asks it, without a slot that is known to be for it.
     """
 
     def __init__(
@@ -485,11 +440,6 @@ class Endpoints:
     Args:
         asked: stage -> the names of the endpoints that its requests ask.
         adaptive: how their limits adapt; None for no limit but that of the run.
-        scheduler: gets the limits.
-        bus: told of every change.
-        clock: seconds.
-        retry: how long to wait before a request is made again.
-        rng: source of jitter.
         on_outage: called with the reason when a provider is given up; see :class:`RetryPolicy`.
     """
 

@@ -56,13 +56,8 @@ class StepClosed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RolloutFinished(Event):
-    """One rollout was settled.
-
-    Args:
-        latency_seconds: from the grant of its slot to its result.
-        tokens: prompt and completion tokens that the LMs reported; 0 when they report none.
-        cost_dollars: of these tokens; 0 where a price is not known.
-    """
+    """One rollout was settled, so long after it had its slot. Tokens are those that the LMs reported; dollars are 0
+    where a price is not known."""
 
     step: int
     stage: str
@@ -74,14 +69,8 @@ class RolloutFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished(Event):
-    """A request that is no rollout was answered, or failed for good: a reflection, say. Or a rollout came to nothing
-    whose LMs had answered some of its calls.
-
-    Args:
-        latency_seconds: from the grant of its slot to its answer.
-        tokens, cost_dollars: see :class:`RolloutFinished`.
-        error: why the answer is of no use, or what was raised in its place; empty when it is of use.
-    """
+    """A request that is no rollout (a reflection, say) was answered, or failed for good; or a rollout came to nothing
+    whose LMs had answered some of its calls. ``error`` says why the answer is of no use, or what was raised."""
 
     step: int
     stage: str
@@ -94,12 +83,8 @@ class RequestFinished(Event):
 @dataclass(frozen=True, slots=True)
 class LmCallCounted(Event):
     """An LM call was answered that belongs to no rollout and no request whose event counts it: one of a metric's
-    feedback, of a thread that a program has started by itself, or of work that was given up.
-
-    Args:
-        step, stage: that it was made for, as far as that is known: else -1, and a stage that asks its LM.
-        tokens, cost_dollars: see :class:`RolloutFinished`.
-    """
+    feedback, of a thread that a program has started by itself, or of work that was given up. Where its step is not
+    known it is -1, and the stage one that asks its LM."""
 
     step: int
     stage: str
@@ -109,12 +94,7 @@ class LmCallCounted(Event):
 
 @dataclass(frozen=True, slots=True)
 class RolloutTimedOut(Event):
-    """A run of a rollout was given up: it took longer than the rollout's timeout.
-
-    Args:
-        waited_seconds: from the grant of its slot.
-        attempt: 1 for the first run of the rollout, 2 for its first retry.
-    """
+    """An attempt at a rollout, the first is 1, was given up: it took longer than the rollout's timeout."""
 
     step: int
     stage: str
@@ -129,11 +109,9 @@ class Committed(Event):
     Args:
         version: after the change.
         gap: the version before the change less the version that the step saw.
-        candidate: index in the pool.
-        score: aggregate validation score.
-        best_score: the pool's best, after the change.
+        candidate, parents: indices in the pool; the first parent is what it was built on.
+        score: aggregate validation score; ``best_score`` is the pool's best, after the change.
         generation: steps from the seed along the longest line of parents.
-        parents: indices in the pool; the first one is what it was built on.
     """
 
     step: int
@@ -148,12 +126,7 @@ class Committed(Event):
 
 @dataclass(frozen=True, slots=True)
 class SeedValidated(Event):
-    """The program that the run began with has its score.
-
-    Args:
-        score: aggregate validation score.
-        best_score: of the best program so far; of a run that goes on it may be a later one.
-    """
+    """The program that the run began with has its score; ``best_score`` is that of a run that goes on."""
 
     score: float
     best_score: float
@@ -161,14 +134,8 @@ class SeedValidated(Event):
 
 @dataclass(frozen=True, slots=True)
 class PolicyDecided(Event):
-    """A staleness policy looked at an item.
-
-    Args:
-        place: where.
-        gap: commits that the step has not seen.
-        decision: "admit", "discard" or "integrate".
-        reason: of a discard.
-    """
+    """A staleness policy looked at an item that has not seen ``gap`` commits, and decided "admit", "discard" (for a
+    reason) or "integrate"."""
 
     step: int
     place: str
@@ -198,15 +165,8 @@ class Integrated(Event):
 
 @dataclass(frozen=True, slots=True)
 class LimitChanged(Event):
-    """An endpoint may be sent more or fewer requests at once, or a stage may have more or fewer slots.
-
-    Args:
-        name: the endpoint's address, or the provider's name (several, joined by " + ", where one stage asks them all);
-            or the stage.
-        before, after: requests in flight.
-        reason: "it binds", "refused", "timed out", "throughput stopped growing" or "requests wait in the server"; of a
-            stage "the median rule".
-    """
+    """An endpoint, by its address or its provider's name (several are joined by " + "), may be sent more or fewer
+    requests at once, or a stage may have more or fewer slots. A stage's reason is "the median rule"."""
 
     name: str
     before: int
@@ -216,11 +176,7 @@ class LimitChanged(Event):
 
 @dataclass(frozen=True, slots=True)
 class EndpointPaused(Event):
-    """An endpoint refused most of what it was sent: nothing is sent to it for a while.
-
-    Args:
-        pause_seconds: how long.
-    """
+    """An endpoint refused most of what it was sent: nothing is sent to it for so long."""
 
     endpoint: str
     pause_seconds: float
@@ -228,13 +184,7 @@ class EndpointPaused(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestTurnedAway(Event):
-    """A request got no answer, and is made again.
-
-    Args:
-        endpoint: the endpoint's address, or the provider's name (several, joined by " | " or " + ", where one of them
-            or all are asked).
-        reason: what the provider said.
-    """
+    """A request got no answer for a reason that its provider gave, and is made again."""
 
     endpoint: str
     reason: str
@@ -242,14 +192,8 @@ class RequestTurnedAway(Event):
 
 @dataclass(frozen=True, slots=True)
 class ExampleGivenUp(Event):
-    """An example gets no answer while others do: it fails without being asked for again.
-
-    Args:
-        step, stage: whose rollout it was.
-        split, example: which example.
-        alone: it was answered for other candidates, and fails for this one alone; else it fails for every candidate.
-        reason: what the provider said last.
-    """
+    """An example gets no answer while others do: it fails for every candidate, or, where others were answered on it,
+    for one candidate alone. The reason is what the provider said last."""
 
     step: int
     stage: str
@@ -261,12 +205,7 @@ class ExampleGivenUp(Event):
 
 @dataclass(frozen=True, slots=True)
 class EndpointAsked(Event):
-    """What an endpoint has answered in a run, told once, at its end.
-
-    Args:
-        endpoint: its address, or the provider's name.
-        answered: requests.
-    """
+    """What an endpoint has answered in a run, told once, at its end."""
 
     endpoint: str
     answered: int
@@ -274,11 +213,7 @@ class EndpointAsked(Event):
 
 @dataclass(frozen=True, slots=True)
 class ActorLost(Event):
-    """A process that runs rollouts has died, or cannot be reached; its rollouts are asked for again.
-
-    Args:
-        reason: what Ray said.
-    """
+    """A process that runs rollouts has died, or cannot be reached; its rollouts are asked for again."""
 
     reason: str
 

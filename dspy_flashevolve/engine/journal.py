@@ -40,7 +40,6 @@ from filelock import FileLock, Timeout
 
 from dspy_flashevolve.engine.errors import FlashEvolveError, JournalError, RunDirectoryError
 from dspy_flashevolve.engine.events import Event, RolloutFinished, StepClosed
-from dspy_flashevolve.engine.files import open_private
 from dspy_flashevolve.engine.redaction import REDACTED, Redaction
 from dspy_flashevolve.engine.steps import EndKind
 
@@ -103,13 +102,8 @@ class RolloutKey:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A step that had no end: it runs again from its selection.
-
-    Args:
-        number: of the step.
-        version: the pool's, that it saw.
-        selection: what it had selected, as the loop wrote it down.
-    """
+    """A step that had no end, with the pool's version that it saw: it runs again from its selection, as its loop wrote
+    it down."""
 
     number: int
     version: int
@@ -162,12 +156,8 @@ class RunJournal:
         """Candidate's hash -> its texts."""
 
     def load_unfinished(self, seeded: bool = True) -> list[Unfinished]:
-        """Find the steps that had no end, and what was paid for them. Call it once, when ends that were not written
-        are.
-
-        Args:
-            seeded: what belongs to no step is done; else it is found, too.
-        """
+        """Find the steps that had no end, and what was paid for them; also what belongs to no step unless that is done
+        (``seeded``). Call it once, when ends that were not written are."""
         rows = self.journal.rows
         for row in rows("SELECT * FROM steps WHERE number NOT IN (SELECT step FROM ends) ORDER BY number"):
             selection = row["selection"]
@@ -226,11 +216,8 @@ class RunJournal:
         traced: bool = True,
         needs_trace: bool = False,
     ) -> int:
-        """How many of a candidate's rollouts are still to be paid for a step.
-
-        Args:
-            needs_trace: those whose trace could not be kept are to be paid again.
-        """
+        """Count a candidate's rollouts that are still to be paid for a step; with ``needs_trace`` also those whose
+        trace could not be kept."""
         ids = list(ids)
         if step not in self._numbers or not self._rollouts:
             return len(ids)
@@ -254,9 +241,8 @@ class RunJournal:
     def record_call(self, stage: str, step: int, calls: int = 1) -> int:
         """Write a metric call that counts, and return its number; wait with :meth:`Journal.flush` before it is made.
 
-        Args:
-            stage: "elsewhere" for what another program, dspy.GEPA say, made on the same run directory.
-            calls: -1 takes one back that had begun and is not counted after all.
+        The stage is "elsewhere" for what another program made on the same run directory; -1 call takes one back that
+        had begun and is not counted after all.
         """
         number = self.journal.next_id("calls")
         self.journal.append("calls", id=number, step=step, stage=stage, calls=calls)
@@ -310,11 +296,7 @@ class RunJournal:
         self.journal.append("steps", number=step, version=version, selection=json.dumps(selection))
 
     def record_end(self, step: int, way: str, reason: str, before: bool = False) -> None:
-        """Write a step's end.
-
-        Args:
-            before: it had ended in the session before, which did not come to write it.
-        """
+        """Write a step's end; ``before``: it had ended in the session before, which did not come to write it."""
         session = self.journal.session - before
         self.journal.append("ends", step=step, session=session, way=way, reason=reason)
 
@@ -329,14 +311,8 @@ class RunJournal:
         score: float | None = None,
         more: Any = None,
     ) -> None:
-        """Write a candidate that is about to enter the pool; wait for it with :meth:`Journal.flush`.
-
-        Args:
-            step: that made it; None for another program's.
-            scores: example's id as text -> score.
-            score: default: the mean of ``scores``.
-            more: what the loop needs to put it there again; JSON.
-        """
+        """Write a candidate that is about to enter the pool, made by a step (None: by another program), with its scores
+        by example and what else the loop needs to put it there again. Wait for it with :meth:`Journal.flush`."""
         self.journal.append(
             "commits",
             candidate_index=candidate_index,
@@ -485,13 +461,8 @@ class Journal:
         self._queue.put((statement, (name, json.dumps(value))))
 
     def keep_current(self, name: str, value_of: Callable[[], Any]) -> None:
-        """Keep the value of a function under a name from now on, written about once a second where it has changed.
-
-        What changes with each request is written down in this way without a row for each.
-
-        Args:
-            value_of: called by the writer's thread; its value must be JSON.
-        """
+        """Keep the value of a function, JSON, under a name from now on, written about once a second by the writer's
+        thread where it has changed: what changes with each request needs no row for each."""
         self._current[name] = value_of
 
     def next_id(self, table: str) -> int:
@@ -502,11 +473,7 @@ class Journal:
         return next(self._ids[table])
 
     async def flush(self) -> None:
-        """Wait until everything that was appended is written.
-
-        Raises:
-            JournalError: it could not be.
-        """
+        """Wait until everything that was appended is written; raises JournalError where it could not be."""
         future = self._marker()
         loop = asyncio.get_running_loop()
         if hasattr(loop, "wait_from_thread"):  # virtual time must not pass meanwhile
@@ -609,11 +576,8 @@ class Journal:
 
 
 def _connected(path: Path) -> closing[sqlite3.Connection]:
-    """A connection that is closed at the end of the block.
-
-    It is one for writing, so that SQLite takes away the files that it makes to read. In a folder that may only be read
-    it can make none: there a journal that nobody writes is read alone.
-    """
+    """A connection that is closed at the end of the block. It is one for writing, so that SQLite takes away the files
+    that it makes to read; in a folder that may only be read a journal that nobody writes is read alone."""
     is_fixed = not _may_write(path) and not _is_there(path.with_name(path.name + "-wal"))
     address = f"{path.absolute().as_uri()}?{'mode=ro&immutable=1' if is_fixed else 'mode=rwc'}"
     return closing(sqlite3.connect(address, uri=True, timeout=30, isolation_level=None))
@@ -639,11 +603,7 @@ def _number(value: Any) -> Any:
 
 
 def check_readable(path: Path) -> None:
-    """Look whether a file is a journal that this version can read; it is not changed.
-
-    Raises:
-        RunDirectoryError: it is not, with the reason.
-    """
+    """Raise RunDirectoryError unless a file is a journal that this version can read; it is not changed."""
     what = f"{path} is no journal that can be continued"
     advice = "Give another log_dir." if _may_write(path) else "It may only be read: copy it to where you may write."
     try:
@@ -666,11 +626,8 @@ def check_readable(path: Path) -> None:
 
 @contextmanager
 def reading(directory: str | Path) -> Generator[Callable[[str], list[sqlite3.Row]], None, None]:
-    """Queries on the journal of a run directory, also while the run goes on; nothing is changed.
-
-    Raises:
-        RunDirectoryError: there is none, or what is read inside the block makes no sense.
-    """
+    """Query the journal of a run directory, also while the run goes on. Raises RunDirectoryError where there is none,
+    or what is read inside the block makes no sense."""
     path = Path(directory) / FILE
     if not path.is_file():
         raise RunDirectoryError(f"{path} is missing: a run that is given a log_dir writes it there.")
@@ -683,11 +640,7 @@ def reading(directory: str | Path) -> Generator[Callable[[str], list[sqlite3.Row
 
 @contextmanager
 def reporting_damage(path: Path) -> Generator[None, None, None]:
-    """Turn whatever a damaged journal makes of the block that reads it into an error that says so.
-
-    Raises:
-        RunDirectoryError: the block raised anything of the kind.
-    """
+    """Turn whatever a damaged journal makes of the block that reads it into a RunDirectoryError that says so."""
     try:
         yield
     except FlashEvolveError:
@@ -696,6 +649,30 @@ def reporting_damage(path: Path) -> Generator[None, None, None]:
         raise RunDirectoryError(
             f"{path} cannot be read ({type(error).__name__}: {error}). It is damaged: put a copy back, or give another "
             "log_dir."
+        ) from error
+
+
+def open_private(path: str, flags: int) -> int:
+    """Open a file that is made for the user alone, from its first moment; an ``opener`` for :func:`open`."""
+    return os.open(path, flags, 0o600)
+
+
+def write_private(path: Path, content: bytes | str) -> None:
+    """Write a file of a run directory, whole or not at all, or raise JournalError. A link in its place is replaced, and
+    not followed."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        unfinished.unlink(missing_ok=True)
+        with open(unfinished, "xb", opener=open_private) as file:
+            file.write(content.encode("utf-8", "replace") if isinstance(content, str) else content)
+        unfinished.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise JournalError(
+            f"{path} cannot be written ({error.strerror or error}): the run ends. What was paid for is in the journal, "
+            "and the file is as it was. Mend that (a full disk, say), then run again with the same log_dir."
         ) from error
 
 
@@ -718,11 +695,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """The writer's connection to a journal, which is made where there is none.
-
-    Raises:
-        RunDirectoryError: see :func:`checked`.
-    """
+    """The writer's connection to a journal, which is made where there is none."""
     try:
         if _is_there(path):
             check_readable(path)

@@ -46,14 +46,8 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """What a server says of itself.
-
-    Args:
-        seconds: when.
-        waiting: requests that it has taken and not begun.
-        running: requests that it works on.
-        cache_use: share of its KV cache that is in use.
-    """
+    """What a server said of itself at a moment: requests that it has taken and not begun, those that it works on, and
+    the share of its KV cache that is in use."""
 
     seconds: float
     waiting: float

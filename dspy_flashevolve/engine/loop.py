@@ -27,12 +27,8 @@ EARLY_SECONDS = 0.01
 
 @contextmanager
 def collecting_errors(failures: list[BaseException], group: TaskGroup, what: str) -> Generator[None, None, None]:
-    """Keep an exception of the block as it is, where a group of tasks would wrap it, and cancel the group's tasks.
-
-    Args:
-        failures: gets it.
-        what: names the block, where code in it cancels itself.
-    """
+    """Keep an exception of the block as it is, in ``failures``, where a group of tasks would wrap it, and cancel the
+    group's tasks. ``what`` names the block, where code in it cancels itself."""
     try:
         yield
     except asyncio.CancelledError as error:
@@ -53,10 +49,7 @@ def is_being_cancelled() -> bool:
 
 
 class LoopClock:
-    """The time of one run's loop, real or virtual: on the loop, and from any thread once it is attached.
-
-    Before that it is 0.
-    """
+    """The time of one run's loop, real or virtual: on the loop, and from any thread once it is attached; 0 before."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -158,16 +151,11 @@ REASONS = {"SIGINT": "interrupted by Ctrl-C", "SIGTERM": "terminated by SIGTERM"
 
 @contextmanager
 def handling_signals(hear: Callable[[str], bool]) -> Generator[None, None, None]:
-    """Hand SIGINT and SIGTERM to ``hear`` instead of to Python, inside the ``with`` block.
+    """Hand SIGINT and SIGTERM to ``hear`` instead of to Python, inside the block; only in the main thread, and only
+    where nobody else wants the signal: a handler of the caller's own stays.
 
-    Only in the main thread, the only one that gets signals; elsewhere nothing is touched. Only where nobody else wants
-    the signal: SIGINT that would raise KeyboardInterrupt, SIGTERM that would kill the process. A handler of the
-    caller's own (asyncio's in ``asyncio.run`` is one) stays, and is not called by this one either. What was there
-    before is put back at the end.
-
-    Args:
-        hear: called in the main thread, between any two instructions, with the reason; it must be quick and must not
-            wait. When it returns False, it wants to hear no more: from then on signals do what they did before.
+    ``hear`` is called between any two instructions, with the reason; when it returns False, signals do what they did
+    before.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -208,11 +196,7 @@ def _off_the_loop(call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
 
 
 def check_main_thread() -> None:
-    """Look whether the process still lives: what a program gets from then on is no result of its own.
-
-    Raises:
-        RunAbortedError: the main thread has ended.
-    """
+    """Raise RunAbortedError where the main thread has ended: what a program gets then is no result of its own."""
     # The interpreter closes its pools of threads, and waits for them, before it marks the main thread as ended.
     if not threading.main_thread().is_alive() or getattr(concurrent.futures.thread, "_shutdown", False):
         raise RunAbortedError(
@@ -222,18 +206,11 @@ def check_main_thread() -> None:
 
 
 class Threads:
-    """A pool of threads that one run owns.
+    """A pool of threads that one run owns; calls see the caller's context variables. With one worker, calls run one at
+    a time in their order: that is how the pool's single writer is built.
 
-    Calls see the caller's context variables. With one worker, calls run one at a time in the order in
-    which they were made: that is how the pool's single writer is built.
-
-    A thread cannot be interrupted. A call whose caller is cancelled goes on to its end, and what it returns or raises
-    is dropped; where there are several workers one more may start in its place, so that calls which were given up do
-    not hold up those that follow.
-
-    Args:
-        workers: threads at most, beside those of calls that were given up; they start when they are needed.
-        name: prefix of the threads' names.
+    A thread cannot be interrupted. A call whose caller is cancelled goes on to its end, and what it returns or
+    raises is dropped; where there are several workers one more may start in its place.
     """
 
     def __init__(self, workers: int, name: str) -> None:
@@ -286,11 +263,8 @@ class LoopPortal:
         self._closed = False
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on the loop and wait for it in this thread, which is not the loop's.
-
-        Raises:
-            CancelledError: of :mod:`concurrent.futures`; the run has ended.
-        """
+        """Run ``work`` on the loop and wait for it in this thread, which is not the loop's; a CancelledError of
+        :mod:`concurrent.futures` where the run has ended."""
         if self._closed or self.loop.is_closed():
             work.close()
             raise CancelledError("the run has ended")

@@ -57,13 +57,8 @@ _SECONDS = re.compile(r"\d{1,7}(?:\.\d{1,9})?", re.A)
 
 @dataclass(frozen=True, slots=True)
 class ReportedLimit:
-    """What a provider reported of one limit with a reply.
-
-    Args:
-        limit: requests or tokens a minute, above 0.
-        remaining: how many of them it would accept at once, from 0 to ``limit``; None where it did not say.
-        reset_seconds: time until it would accept ``limit`` at once; None where it did not say.
-    """
+    """What a provider reported of one limit with a reply: requests or tokens a minute, how many of them it would accept
+    at once, and the seconds until it would accept all (None where it did not say)."""
 
     limit: float
     remaining: float | None = None
@@ -138,12 +133,8 @@ class _Bucket:
 
 
 class RateLimit:
-    """The limits of one model at one endpoint for one key. Used on the run's loop.
-
-    Args:
-        clock: seconds.
-        on_change: called when the number of waiting requests, or a limit, has changed.
-    """
+    """The limits of one model at one endpoint for one key. Used on the run's loop; ``on_change`` is called when the
+    number of waiting requests, or a limit, has changed."""
 
     def __init__(self, clock: Callable[[], float], on_change: Callable[[], None] = lambda: None) -> None:
         self._clock, self._on_change = clock, on_change
@@ -193,12 +184,8 @@ class RateLimit:
         self._on_change()
 
     async def admit(self, tokens: float, sleep: Callable[[float], Awaitable[None]]) -> None:
-        """Wait until a request may be sent; in the order in which they come.
-
-        Args:
-            tokens: that it is expected to cost.
-            sleep: waits so many seconds; where it returns early the request is sent all the same.
-        """
+        """Wait until a request that is expected to cost so many tokens may be sent, in the order in which they come.
+        Where ``sleep`` returns early it is sent all the same."""
         if not self.is_known:
             return
         self.waiting += 1

@@ -61,10 +61,9 @@ class RetryPolicy:
 
     Args:
         attempts: requests in all, at least 1, of those that count: see :meth:`Responder.record_failure`.
-        first_seconds: upper bound of the first wait.
-        most_seconds: upper bound of every wait, unless the provider's Retry-After is longer.
-        outage_seconds: the run ends when an endpoint has answered nothing for this long and turned away everything that
-            it was sent; no Retry-After is waited for longer. None waits as long as it takes.
+        first_seconds, most_seconds: upper bounds of the first wait and, but for a longer Retry-After, of every wait.
+        outage_seconds: the run ends when an endpoint has answered nothing for this long and turned away everything
+            that it was sent; no Retry-After is waited for longer. None waits as long as it takes.
 
     Raises:
         ConfigurationError: attempts is less than 1.
@@ -109,14 +108,10 @@ class TrackedRequest:
     """One request over all of its attempts.
 
     Args:
-        sent_seconds: when it was sent last.
-        number: of its last attempt, in the order in which its endpoint was sent requests.
-        failures: attempts that got no answer.
-        counted_failures: those of them that count against :attr:`RetryPolicy.attempts`.
-        first_failure_index: how many requests had ended at its responder before its first failure.
-        first_failure_seconds: when that was.
-        is_isolated: it failed last while most others were answered, so that the fault is its own.
-        reason: why it failed last.
+        sent_seconds, number: of its last attempt; numbers are in the order in which its endpoint was sent requests.
+        failures, counted_failures: attempts without an answer; those that count against :attr:`RetryPolicy.attempts`.
+        first_failure_index, first_failure_seconds: how many requests had ended at its responder before, and when.
+        is_isolated: it failed last, for ``reason``, while most others were answered, so that the fault is its own.
     """
 
     sent_seconds: float = 0.0
@@ -130,15 +125,8 @@ class TrackedRequest:
 
 
 class Retries:
-    """The waits of one run before requests are made again, and what ends all of them at once.
-
-    Args:
-        policy: how long to wait, and how often to try.
-        clock: seconds.
-        rng: source of jitter.
-        bus: told of every request that is made again.
-        on_outage: called once, with the reason, when a provider is given up and the run has to end.
-    """
+    """The waits of one run before requests are made again, and what ends all of them at once: ``on_outage`` is called
+    once, with the reason, when a provider is given up and the run has to end."""
 
     def __init__(
         self,
@@ -161,13 +149,8 @@ class Retries:
         self._sleeping: set[anyio.CancelScope] = set()
 
     async def sleep(self, slot: Slot | None, seconds: float, keep_slot: bool = False, is_retry: bool = True) -> None:
-        """Wait, at most until :meth:`hurry`; once the run is hurried, for a moment only.
-
-        Args:
-            slot: given back meanwhile, and taken again afterwards; None where the request has none.
-            keep_slot: keep it, since a thread waits.
-            is_retry: see :meth:`Slot.paused`.
-        """
+        """Wait without the slot (unless a thread waits: ``keep_slot``), at most until :meth:`hurry`; once the run is
+        hurried, for a moment only."""
         async with nullcontext() if slot is None else slot.released(keep_slot, is_retry):
             with anyio.CancelScope() as scope:
                 self._sleeping.add(scope)
@@ -190,12 +173,7 @@ class Retries:
 
 class Responder:
     """Whoever is asked: compares the outcomes of its requests, to tell a faulty request from a provider in trouble.
-
-    Args:
-        name: for people.
-        retries: of the run.
-        is_optional: the run can do without it, so that its silence ends nothing.
-    """
+    Where the run can do without it (``is_optional``) its silence ends nothing."""
 
     def __init__(self, name: str, retries: Retries, is_optional: bool = False) -> None:
         self.name, self.retries, self._is_optional = name, retries, is_optional
@@ -276,11 +254,7 @@ class Responder:
     async def pause_before_retry(
         self, slot: Slot | None, request: TrackedRequest, retry_after_seconds: float | None, keep_slot: bool = False
     ) -> None:
-        """Wait before a request is made again; see :meth:`RetryPolicy.wait_seconds`.
-
-        Args:
-            slot, keep_slot: see :meth:`Retries.sleep`.
-        """
+        """Wait before a request is made again; see :meth:`RetryPolicy.wait_seconds` and :meth:`Retries.sleep`."""
         retries, policy = self.retries, self.retries.policy
         retries.count += 1
         retries.bus.emit(RequestTurnedAway(retries.clock(), self.name, request.reason))

@@ -139,12 +139,7 @@ logger = logger_named(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """The cost of a request that is no rollout.
-
-    Args:
-        tokens, cost_dollars: see :class:`Rollout`.
-        error: why its answer is of no use; empty when it is of use.
-    """
+    """The cost of a request that is no rollout; ``error`` says why its answer is of no use."""
 
     tokens: int
     cost_dollars: float = 0.0
@@ -164,11 +159,8 @@ class RolloutRecord(Protocol):
 
 
 class ReplyRecord(Protocol[T]):
-    """How the answer of a request that is no rollout is written down, and read again.
-
-    Attributes:
-        position: tells the requests of a step in a stage apart; the same in every run of the step.
-    """
+    """How the answer of a request that is no rollout is written down, and read again; ``position`` tells the requests
+    of a step in a stage apart, the same in every run of the step."""
 
     @property
     def position(self) -> str: ...
@@ -208,15 +200,10 @@ class Rollouts:
     """Makes the requests of one run.
 
     Args:
-        scheduler: gives the slots.
-        bus: told of every request that was answered, and of every rollout that was given up.
-        endpoints: who answers; their policy says how often a request is made again.
         single_flight: make equal rollouts in flight once.
-        timeout_seconds: an attempt at a rollout that takes longer, from the grant of its slot, is cancelled and counts
-            as a :class:`TransientError`. Time in which it has given its slot back, since its provider said when to
-            come back, does not count. Code that runs in a thread cannot be cancelled: a program there is left behind,
-            and a metric there, which is the end of a rollout, is waited for. None for no bound. Each LM call has a
-            timeout of its own beside it.
+        timeout_seconds: an attempt at a rollout that takes longer, from the grant of its slot, is cancelled and
+            counts as a :class:`TransientError`; time in which it has given its slot back does not count. A program in a
+            thread is left behind, and a metric there is waited for. None for no bound.
         journal: where rollouts and replies are written down; None for nowhere.
     """
 
@@ -258,17 +245,11 @@ class Rollouts:
         cost_of: Callable[[T], RequestCost] | None = None,
         record: ReplyRecord[T] | None = None,
     ) -> T:
-        """Make a request that is no rollout.
-
-        Args:
-            stage, step: whose queue it waits in.
-            cost_of: says from the answer what it has cost, for a :class:`RequestFinished`; None for no event. What
-                ``call`` raises beside this package's own errors is told in each case.
-            record: how its answer is written down; None where it is not. An answer that was paid before an interruption
-                is read, and costs nothing.
+        """Make a request that costs no metric call and, where ``cost_of`` prices it, is told to observers; what
+        ``record`` reads back from an interrupted run is not asked for again.
 
         Raises:
-            RolloutUnresolvedError: every attempt ended in a :class:`TransientError`.
+            RolloutUnresolvedError: the provider gave no answer.
         """
         journal = self.journal
         _mark_requested(step)
@@ -320,17 +301,13 @@ class Rollouts:
     ) -> Rollout:
         """Run one rollout, or join an equal one that is in flight, or read one that was paid before an interruption.
 
-        An example that gets no answer for the first candidate that is run on it, while other requests are answered, is
-        given up: it fails for every candidate alike, and costs nothing. Where it was answered for another candidate
-        before, it fails only for candidates that get no answer on it.
+        An example that gets no answer for the first candidate that is run on it, while other requests are answered,
+        is given up: it fails for every candidate alike, and costs nothing. Where it was answered for another
+        candidate before, it fails only for candidates that get no answer on it.
 
         Args:
-            stage, step: whose queue it waits in.
             reservation: pays its metric call, unless it is joined or read.
-            call: runs it.
-            record: how it is written down; None where it is not.
             make_failure: makes a failed rollout from the reason why there is no answer; None where that is an error.
-            followers, on_granted: see :meth:`Scheduler.run`.
 
         Raises:
             RolloutUnresolvedError: the provider gave no answer.
@@ -385,11 +362,8 @@ class Rollouts:
         return {example for example_split, example in unanswered if example_split == split}
 
     def _waiting_for_example(self, key: RolloutKey) -> _Flight | None:
-        """A rollout of another candidate that waits for its next attempt, on an example that got no answer yet.
-
-        It finds out whether the example gets an answer at all. More rollouts on it would hold further slots meanwhile,
-        until no slot is left for requests that could show that others are answered.
-        """
+        """A rollout of another candidate that waits for its next attempt, on an example that got no answer yet: it
+        finds out whether the example gets one at all, and more rollouts on it would hold slots meanwhile."""
         if not self._single_flight or (key.split, key.example) in self._answered_examples:
             return None
         return next(
@@ -500,13 +474,7 @@ def _mark_requested(step: Requester) -> None:
 
 @dataclass(eq=False, slots=True)
 class _RolloutAttempts:
-    """A rollout over all of its attempts; its metric call is written down before it is made.
-
-    Args:
-        call_number: of the metric call in the journal; None where none is written down.
-        metric_began: the metric call of this attempt counts.
-        began: when this attempt had its slot.
-    """
+    """A rollout over all of its attempts; its metric call is written down, as ``call_number``, before it is made."""
 
     rollouts: Rollouts
     key: RolloutKey

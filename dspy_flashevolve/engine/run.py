@@ -72,11 +72,8 @@ class Observer(Protocol):
     """Looks at runs while they go on."""
 
     def observing(self, run: EvolutionRun) -> AbstractContextManager[object]:
-        """What is entered when the run begins, and left when it has ended and its ``outcome`` is known.
-
-        Args:
-            run: it may subscribe to the run's ``bus``, and read from any thread what the run says of itself.
-        """
+        """What is entered when the run begins, and left when it has ended and its ``outcome`` is known. It may
+        subscribe to the run's ``bus``, and read from any thread what the run says of itself."""
         ...
 
 
@@ -85,18 +82,15 @@ class EvolutionRun:
 
     Args:
         name: of the optimizer, for people.
-        stages: stage -> the endpoints that its requests ask, in the order of the way that a step takes: a later stage
-            is nearer to a commit, and goes first among equals.
+        stages: stage -> the endpoints that its requests ask, in the order of the way that a step takes: a later
+            stage is nearer to a commit, and goes first among equals.
         slots: requests in flight at most, over all stages.
         adaptive: how the endpoints' limits adapt below ``slots``; None for no limit but that.
         budget_calls: metric calls that are never exceeded; None for no limit.
         seed: of the steps' randomness, and of jitter; None draws one.
         lockstep: one step at a time, nothing beside it, equal rollouts are made as often as they are asked for.
         max_seconds: no step starts after it; what runs is finished. None for no limit.
-        rollout_timeout_seconds: see :class:`Rollouts`.
-        retry: how often a request is made that the provider turns away, and when; when an endpoint is given up.
-        journal: where the run is written down, so that it can go on; None for nowhere.
-        observers: look at it.
+        rollout_timeout_seconds, retry, journal: see :class:`Rollouts`, :class:`RetryPolicy` and :class:`RunJournal`.
 
     Raises:
         ConfigurationError: no stage, or fewer than 1 slot.
@@ -317,12 +311,9 @@ class EvolutionRun:
         return {name: stage.running for name, stage in self.scheduler.statistics().stages.items()}
 
     def begin(self, step: Step, version: int, value: float | None = None, selection: Any = None) -> None:
-        """The step has selected what it works on: the next one may be opened.
-
-        Args:
-            version: the pool's, that it saw.
-            value: what it is thought to reach, in score.
-            selection: what the loop needs to run it again from here; JSON, for the journal.
+        """The step has selected what it works on, at the pool's version, and is thought to reach a value in score: the
+        next one may be opened. ``selection`` is what the loop needs to run it again from here; JSON, for the
+        journal.
 
         Raises:
             NothingToDoError: a stop came first: the step never was.
@@ -382,11 +373,9 @@ class EvolutionRun:
         )
 
     async def run_in_background(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Begin what no step waits for, beside the steps of :meth:`evolve`; in lockstep do it before this returns.
-
-        Before :meth:`evolve` it is begun with the first step.
-        What it raises ends the run, but for a request that got no answer, which is logged.
-        """
+        """Begin what no step waits for, beside the steps of :meth:`evolve` (with the first one, where it is called
+        before); in lockstep do it before this returns. What it raises ends the run, but for a request that got no
+        answer, which is logged."""
 
         async def unresolved_is_told() -> None:
             try:
@@ -415,13 +404,8 @@ class EvolutionRun:
     def ask_policy(
         self, step: Step, policy: StalenessPolicy, look: Look, version: int, *, integrates: bool = True
     ) -> Decision:
-        """Ask a staleness policy what becomes of a step, and tell the observers.
-
-        Args:
-            look: where, and what the step saw.
-            version: the pool's.
-            integrates: False where one that is to be repaired is admitted instead.
-        """
+        """Ask a staleness policy what becomes of a step, and tell the observers; not ``integrates``: one that is to be
+        repaired is admitted instead."""
         discarded = self.policy_decisions["discard"]
         decision = policy.decide(look, History(version, discarded, self.policy_decisions.total() - discarded))
         word = "integrate" if isinstance(decision, Integrate) and integrates else "admit"

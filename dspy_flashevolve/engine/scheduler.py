@@ -18,7 +18,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapp
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol, TypeVar
 
 import anyio
@@ -77,12 +76,7 @@ class Requester(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageStatistics:
-    """How a stage's requests stand.
-
-    Args:
-        waiting, running: requests in its queue, and in slots, now.
-        served_seconds: time that its requests have spent in slots, summed over requests.
-    """
+    """Requests of a stage in its queue, and in slots, now; and the time that its requests have spent in slots."""
 
     waiting: int
     running: int
@@ -94,11 +88,9 @@ class SlotStatistics:
     """How the slots were used so far.
 
     Args:
-        limit: slots that there are, over all endpoints.
-        peak: slots that were held at once at most.
-        limit_seconds: the number of slots, integrated over the time since the first request. Where a limit falls below
-            what is in flight, requests keep their slots, which count as long as they are held.
-        stages: stage -> its requests.
+        limit, peak: slots that there are, over all endpoints; that were held at once at most.
+        limit_seconds: the number of slots, integrated over the time since the first request. Where a limit falls
+            below what is in flight, requests keep their slots, which count as long as they are held.
     """
 
     limit: int
@@ -119,21 +111,14 @@ class SlotStatistics:
 
 @dataclass(frozen=True, slots=True)
 class StageVisit:
-    """A step's time in one stage: its requests there, from the first that came to the last that left.
-
-    Args:
-        queued, began, ended: when the first request came, when the first had a slot, and when the last left; seconds.
-    """
+    """A step's time in one stage: seconds when its first request there came, when that had a slot, and when the last
+    left."""
 
     step: int
     stage: str
     queued: float
     began: float
     ended: float
-
-
-Workers = Mapping[str, int | tuple[int, int]]
-"""Stage -> its worker pool (FlashEvolve's K_i): the requests that it may have in flight, or the fewest and the most."""
 
 
 class Slot:
@@ -144,23 +129,13 @@ class Slot:
     first that goes on takes it again.
 
     Args:
-        step_and_stage: number of the step, and the stage, whose request is in it.
-        enter: waits for a slot, with the number of requests of the same batch that come once this one has its slot.
-        arrive: counts the slot as one whose request has asked its endpoint.
-        leave: gives the slot back that was taken at the given time.
-        clock: seconds.
+        scheduler, line: whose slot it is.
     """
 
-    def __init__(
-        self,
-        step_and_stage: tuple[int, str],
-        enter: Callable[[int], Awaitable[None]],
-        arrive: Callable[[], None],
-        leave: Callable[[float], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self.step_and_stage = step_and_stage
-        self._enter, self._arrive, self._leave, self._clock = enter, arrive, leave, clock
+    def __init__(self, scheduler: Scheduler, line: _Line) -> None:
+        self.step_and_stage = line.step.number, line.stage.name
+        """Number of the step, and the stage, whose request is in it."""
+        self._scheduler, self._line = scheduler, line
         self._taking: anyio.Lock | None = None
         self._is_closed = False
         self._pauses = 0
@@ -176,19 +151,16 @@ class Slot:
         """Around work that is not cancelled with the rest: a metric in a thread."""
 
     async def take(self, followers: int = 0) -> None:
-        """Wait for the slot in the run's order, unless it is held. Once closed, it takes none.
-
-        Args:
-            followers: requests of the same batch that come once this one has its slot.
-        """
+        """Wait for the slot in the run's order, unless it is held; ``followers`` requests of the same batch come once
+        it is. Once closed, it takes none."""
         if self.is_held or self._is_closed:
             return
         async with self._taking or nullcontext():  # others inside the same request may want it back, too
             if self.is_held or self._is_closed:
                 return
-            await self._enter(followers)
+            await self._scheduler.enter(self._line, followers)
             self.is_held = self._is_arriving = True
-            self._taken_seconds = self._clock()
+            self._taken_seconds = self._scheduler.clock()
             if self._is_closed:  # the holder was cancelled while the slot was awaited for it
                 self._give_back()
 
@@ -196,16 +168,12 @@ class Slot:
         """Record that the request in it is about to be sent, or waits for a limit of its endpoint."""
         if self._is_arriving:
             self._is_arriving = False
-            self._arrive()
+            self._scheduler.arrive(self._line)
 
     @asynccontextmanager
     async def released(self, keep: bool = False, is_retry: bool = True) -> AsyncGenerator[None, None]:
-        """Give the slot back for the block, and take it again after it. A block that raises ends without the slot.
-
-        Args:
-            keep: it is not given back: a thread waits.
-            is_retry: see :meth:`paused`.
-        """
+        """Give the slot back for the block (unless ``keep``: a thread waits), and take it again after it. A block that
+        raises ends without the slot."""
         if not keep:
             self._taking = self._taking or anyio.Lock()
             self._give_back()
@@ -219,7 +187,7 @@ class Slot:
         A run inside a request gives the request's slot back while it waits (:meth:`released`), and makes its own
         requests by this: so the requests of both runs together stay within the limits of the outer one.
         """
-        slot = Slot(self.step_and_stage, self._enter, self._arrive, self._leave, self._clock)
+        slot = Slot(self._scheduler, self._line)
         await slot.take()
         try:
             with in_slot(slot):
@@ -229,11 +197,8 @@ class Slot:
 
     @contextmanager
     def paused(self, is_retry: bool = True) -> Generator[None, None, None]:
-        """Let the deadline of the work in the slot move on during the block, which waits.
-
-        Args:
-            is_retry: the block waits for the next attempt; False where it waits for its turn.
-        """
+        """Let the deadline of the work in the slot move on during the block, which waits for the next attempt, or (not
+        ``is_retry``) for its turn."""
         self._pauses += 1
         self.is_retrying = self.is_retrying or is_retry
         if self._pauses == 1 and self.time_scope is not None:
@@ -256,7 +221,7 @@ class Slot:
         if self.is_held:
             self.mark_arrived()
             self.is_held = False
-            self._leave(self._taken_seconds)
+            self._scheduler.leave(self._line, self._taken_seconds)
 
 
 _slot: ContextVar[Slot | None] = ContextVar("flashevolve_slot", default=None)
@@ -281,11 +246,8 @@ def current_slot() -> Slot | None:
 
 @contextmanager
 def shielded() -> Generator[None, None, None]:
-    """Shield the block from cancellation, but end it where a request that it makes takes too long.
-
-    Raises:
-        TransientError: it was ended.
-    """
+    """Shield the block from cancellation, but end it, with a TransientError, where a request that it makes takes too
+    long."""
     slot = current_slot()
     with anyio.CancelScope(shield=True) as scope:
         if slot is not None:
@@ -318,17 +280,9 @@ class _Stage:
 
 @dataclass(slots=True)
 class _Endpoint:
-    """The requests of one endpoint, or of a group that shares slots.
-
-    Args:
-        limit: slots that it may have; None for any number.
-        room: slots whose requests may be on their way to it, since its limit a minute holds them up there; None for any
-            number.
-        busy: slots held.
-        arriving: slots held by requests that have not reached it yet.
-        was_full: a request waited for its limit since :meth:`Scheduler.take_pressure` was last called.
-        lines: heap of waiting lines; entries whose priority is not their line's any more are skipped.
-    """
+    """The requests of one endpoint, or of a group that shares slots: at most ``limit``, of which at most ``room`` may
+    be on their way to it, since its limit a minute holds them up there. In the heap of lines entries whose priority
+    is not their line's any more are skipped."""
 
     limit: int | None = None
     room: int | None = None
@@ -348,15 +302,8 @@ class _Endpoint:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """The requests of one step in one stage.
-
-    Args:
-        queued, began: when its first request came, and when that got a slot (NaN before).
-        held: slots that its requests hold.
-        followers: requests of its batch that have not come yet.
-        waiting: requests that wait for a slot, in order.
-        priority: of its entry in the endpoint's heap; None where it has none.
-    """
+    """The requests of one step in one stage; ``followers`` of its batch have not come yet. ``began`` is NaN before its
+    first request has a slot; ``priority`` is that of its entry in the endpoint's heap."""
 
     stage: _Stage
     step: Requester
@@ -375,7 +322,6 @@ class Scheduler:
         limit: number of slots, at least 1.
         stages: their names, in the order in which a step passes them: a later one is nearer to a commit.
         endpoints: stage -> the endpoint that answers its requests; stages that are not named share one.
-        clock: seconds.
         on_idle: called each time that a slot comes free for which nobody waits.
         on_visit: told of each visit of a step to a stage, at its end.
 
@@ -431,27 +377,13 @@ class Scheduler:
     ) -> T:
         """Wait in the stage's queue for a slot, and make a request in it. The one way to a provider.
 
-        Args:
-            stage: one of those that the scheduler has.
-            step: who asks; its version and value decide when it is its turn.
-            call: makes the request; it may find its slot by :func:`current_slot`.
-            followers: requests of the same batch that come once this one has its slot.
-            on_granted: called when it has its slot.
-
-        Returns:
-            What ``call`` returns; what it raises is raised.
+        The version and value of ``step`` decide when it is its turn. ``followers`` requests of the same batch come
+        once it has its slot, and ``on_granted`` was called; ``call`` may find the slot by :func:`current_slot`.
 
         Raises:
             ConfigurationError: no such stage.
         """
-        line = self._line(stage, step)
-        slot = Slot(
-            (step.number, stage),
-            partial(self._enter, line),
-            partial(self._arrive, line),
-            partial(self._leave, line),
-            self.clock,
-        )
+        slot = Slot(self, self._line(stage, step))
         await slot.take(followers)
         try:
             with in_slot(slot):
@@ -462,11 +394,8 @@ class Scheduler:
             slot.close()
 
     def resize(self, limit: int, endpoint: str) -> None:
-        """Let an endpoint have more or fewer slots from now on. With fewer, requests that hold a slot keep it.
-
-        Raises:
-            ConfigurationError: a limit under 1.
-        """
+        """Let an endpoint have more or fewer slots from now on, at least 1. With fewer, requests that hold a slot keep
+        it."""
         self._count_slots()
         self._endpoint(endpoint).limit = _checked(limit)
         self._hand_on()
@@ -514,7 +443,7 @@ class Scheduler:
             line = self._lines[stage, step.number] = _Line(self._stages[stage], step, self.clock())
         return line
 
-    async def _enter(self, line: _Line, followers: int) -> None:
+    async def enter(self, line: _Line, followers: int) -> None:
         """Wait until a request of the line has a slot."""
         stage, endpoint = line.stage, line.stage.endpoint
         if not line.held and not line.waiting:  # its last request may have left while this one waited for nothing
@@ -533,7 +462,7 @@ class Scheduler:
         except BaseException:
             if future.done() and not future.cancelled():  # the slot came together with the cancellation
                 endpoint.arriving -= 1
-                self._leave(line, self.clock())
+                self.leave(line, self.clock())
             elif future in line.waiting:
                 line.waiting.remove(future)
                 stage.waiting -= 1
@@ -556,7 +485,7 @@ class Scheduler:
         stage.endpoint.busy += 1
         stage.endpoint.arriving += 1
 
-    def _arrive(self, line: _Line) -> None:
+    def arrive(self, line: _Line) -> None:
         """Count a slot as one whose request has reached its endpoint."""
         endpoint = line.stage.endpoint
         was_closed = endpoint.is_closed
@@ -564,7 +493,7 @@ class Scheduler:
         if was_closed:
             self._hand_on()
 
-    def _leave(self, line: _Line, since: float) -> None:
+    def leave(self, line: _Line, since: float) -> None:
         """Take back a slot that a request of the line has held since then."""
         now, stage = self.clock(), line.stage
         line.held -= 1

@@ -215,16 +215,9 @@ Texts = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class StaleChild:
-    """A child that is behind, as whoever repairs it reads it.
-
-    Args:
-        number: names the child in verdicts.
-        texts: the components that it changed, as it wants them.
-        parent_texts: the same components before the change.
-        score_before: mean score of its parent on its minibatch.
-        feedback: what the metric said of its parent's rollouts, one text an example.
-        behind: commits that it has not seen.
-    """
+    """A child that is behind by so many commits, as whoever repairs it reads it: the components that it changed and the
+    same before, its parent's mean score on its minibatch, what the metric said of each example. ``number`` names it
+    in verdicts."""
 
     number: int
     texts: Texts
@@ -236,13 +229,8 @@ class StaleChild:
 
 @dataclass(frozen=True, slots=True)
 class PastCommit:
-    """What was committed since a child's step looked.
-
-    Args:
-        texts: the components that it changed.
-        parent_texts: the same components before.
-        score_change: of the validation score, against its best parent.
-    """
+    """What was committed since a child's step looked: the components that it changed, the same before, and the change
+    of the validation score against its best parent."""
 
     texts: Texts
     parent_texts: Texts

@@ -82,11 +82,7 @@ class Budget:
         return None if self.limit is None else max(0, self.limit - self.spent - self.reserved)
 
     def reserve(self, calls: int) -> Reservation | None:
-        """Set ``calls`` aside, or return None when they do not fit.
-
-        Raises:
-            BudgetError: a negative number of calls.
-        """
+        """Set ``calls`` aside, or return None when they do not fit; BudgetError for a negative number."""
         if calls < 0:
             raise BudgetError(f"cannot reserve {calls} calls.")
         if self.limit is not None and self.spent + self.reserved + calls > self.limit:
@@ -105,11 +101,7 @@ class Reservation:
         """Calls of it that were spent."""
 
     def settle(self, calls: int = 1) -> None:
-        """Count ``calls`` of the reservation as spent.
-
-        Raises:
-            BudgetError: more than are still open.
-        """
+        """Count ``calls`` of the reservation as spent; BudgetError where fewer are still open."""
         if calls < 0 or calls > self.open:
             raise BudgetError(f"cannot settle {calls} calls: {self.open} are reserved.")
         self.open -= calls

@@ -30,8 +30,7 @@ from gepa.gepa_utils import json_default
 from gepa.proposer.base import CandidateProposal
 from gepa.visualization import candidate_tree_html_from_data
 
-from dspy_flashevolve.engine.files import write_private
-from dspy_flashevolve.engine.journal import Rollout, RunJournal, id_text
+from dspy_flashevolve.engine.journal import Rollout, RunJournal, id_text, write_private
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.staleness import PastCommit

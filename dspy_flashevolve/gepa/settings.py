@@ -12,7 +12,6 @@ from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
-from dspy_flashevolve.engine.scheduler import Workers
 from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.programs.settings import RunSettings
 
@@ -108,7 +107,7 @@ class Workflow:
     validate: float = 1.0
     rounds: int = 3
     live_steps: int | None = None
-    workers: Workers | None = None
+    workers: Mapping[str, int | tuple[int, int]] | None = None
     median_seconds: float | None = None
     max_outage_seconds: float | None = OUTAGE_SECONDS
     rollout_timeout_seconds: float | None = None

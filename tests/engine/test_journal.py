@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import shutil
 import sqlite3
@@ -357,16 +356,6 @@ def test_the_check_finds_a_rollout_that_was_paid_twice(filled: Path) -> None:
         "objective_scores, output, trace, 0, 0, 0, 0 FROM rollouts WHERE id = 3",
     )
     assert any("was paid twice" in problem for problem in check(filled).problems)
-
-
-def test_the_check_finds_a_checkpoint_that_is_not_the_journals(filled: Path) -> None:
-    texts = [{"answer": "seed"}, {"answer": "text"}]
-    (filled / "candidates.json").write_text(json.dumps(texts))
-    assert check(filled).problems == []
-    (filled / "candidates.json").write_text(json.dumps([texts[0], {"answer": "another"}]))
-    assert check(filled).problems == ["candidate 1 is another one in candidates.json"]
-    (filled / "candidates.json").write_text(json.dumps([*texts, {"answer": "unknown"}]))
-    assert check(filled).problems == ["the journal has 1 commits, candidates.json has 2"]
 
 
 def test_the_check_of_a_directory_without_a_journal_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
