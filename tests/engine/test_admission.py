@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.steps import LiveSteps, Load
 from dspy_flashevolve.gepa.settings import Workflow
 from dspy_flashevolve.gepa.spending import SearchWidth
@@ -80,12 +78,3 @@ def test_a_budget_is_spread_by_what_children_are_like(joins: bool | None, expect
     assert all(map(rule.admits, endless)), "without a budget of calls nothing is to be spread"
     given = SearchWidth(Workflow(live_steps=6), 64, 3, lambda: joins, lambda: 25, True)
     assert sum(map(given.admits, loads)) == 6
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [{"limit": 0}, {"limit": 1, "working_limit": 0}, {"limit": 1, "generations": -1.0}, {"limit": 1, "burst": 0}],
-)
-def test_a_bound_that_cannot_be_is_refused(rule: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="live steps"):
-        LiveSteps(**rule)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dspy_flashevolve.engine.errors import attach_best_program, hook_that_raised, report_hook
+from dspy_flashevolve.engine.errors import hook_that_raised, report_hook
 
 
 class Selector:
@@ -63,11 +63,3 @@ def test_an_error_of_nobodys_is_not_named() -> None:
     assert hook_that_raised(error, {"hook": Selector()}) is None
     report_hook(error, {"hook": Selector()})
     assert not getattr(error, "__notes__", None)
-
-
-def test_an_error_that_takes_no_attributes_is_left_as_it_is() -> None:
-    class Sealed(Exception):
-        def __setattr__(self, name: str, value: Any) -> None:
-            raise AttributeError(name)
-
-    attach_best_program(Sealed(), object())

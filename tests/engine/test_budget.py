@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.errors import BudgetError, ConfigurationError
+from dspy_flashevolve.engine.errors import BudgetError
 from dspy_flashevolve.engine.steps import Budget, Reservation
 
 STEPS = st.lists(
@@ -58,24 +58,3 @@ def test_settling_more_than_is_reserved_is_an_error() -> None:
     assert reservation is not None
     with pytest.raises(BudgetError, match="cannot settle 3 calls: 2 are reserved"):
         reservation.settle(3)
-
-
-def test_refunding_twice_gives_back_once() -> None:
-    budget = Budget(5)
-    reservation = budget.reserve(4)
-    assert reservation is not None
-    reservation.settle(1)
-    reservation.refund()
-    reservation.refund()
-    assert (budget.spent, budget.reserved, budget.left) == (1, 0, 4)
-
-
-def test_without_a_limit_everything_fits() -> None:
-    budget = Budget(None)
-    assert budget.reserve(10**9) is not None
-    assert budget.left is None
-
-
-def test_a_negative_limit_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="limit is -1"):
-        Budget(-1)

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.endpoints import ENOUGH_ANSWERS, MAX_PAUSES, REFUSALS_IN_A_ROW, Endpoints, groups_of
-from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.retries import SILENT_FAILURES, RetryPolicy, TrackedRequest
@@ -235,14 +234,3 @@ def test_each_group_has_a_limit_of_its_own_and_every_change_is_told() -> None:
     assert {(one.name, one.reason) for one in changes} == {("judge + task", "it binds")}
     assert changes[0].before == 2
     assert bench.endpoints.limits["reflection"].limit == 2
-
-
-def test_an_endpoint_that_no_stage_names_has_no_limit() -> None:
-    bench = Bench(8, Bounds(start=1))
-    assert bench.endpoints.names == ["judge", "reflection", "task"]
-    bench.endpoints.endpoint("of a module's own").record_refusal(TrackedRequest(), None)
-
-
-def test_a_policy_without_an_attempt_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="attempts is 0"):
-        RetryPolicy(attempts=0)

@@ -18,7 +18,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.cli import NO_RUN, main
-from dspy_flashevolve.engine import journal as module
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError, RunDirectoryError
 from dspy_flashevolve.engine.journal import COLUMNS, FILE, SCHEMA_VERSION, Journal, check_readable, hash_of
@@ -78,17 +77,6 @@ def change(directory: Path, *statements: str) -> None:
         connection.commit()
 
 
-def test_rows_come_back_in_the_order_in_which_they_were_appended(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    for number in range(3 * module.LARGEST_BATCH):
-        journal.append("calls", session=1, step=number, stage="rollout", at=0.0, calls=1)
-    journal.flush_blocking()
-    assert [row["step"] for row in journal.rows("SELECT step FROM calls ORDER BY id")] == list(
-        range(3 * module.LARGEST_BATCH)
-    )
-    journal.close()
-
-
 def test_what_many_threads_append_is_all_there(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
 
@@ -146,36 +134,6 @@ def test_a_closed_journal_takes_no_flush_and_gives_the_directory_back(tmp_path: 
     again.close()
 
 
-def test_sessions_are_numbered_on(tmp_path: Path) -> None:
-    first = Journal(tmp_path)
-    fill(first, 1)
-    assert first.session == 1
-    first.close()
-    second = Journal(tmp_path)
-    assert second.session == 2
-    assert second.next_id("calls") == 2
-    assert second.next_id("calls") == 3
-    second.close()
-
-
-def test_the_newest_value_is_kept(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    assert journal.get_state("seed") is None
-    for value in (1, [2, "x"]):
-        journal.set_state("seed", value)
-    journal.flush_blocking()
-    assert journal.get_state("seed") == [2, "x"]
-    journal.close()
-
-
-def test_no_thread_outlives_a_closed_journal(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    journal = Journal(tmp_path)
-    assert set(threading.enumerate()) - before
-    journal.close()
-    assert not set(threading.enumerate()) - before
-
-
 def test_another_version_of_the_schema_is_refused_with_what_to_do_and_left_as_it_is(tmp_path: Path) -> None:
     Journal(tmp_path).close()
     for version in (1, SCHEMA_VERSION + 1):
@@ -212,33 +170,6 @@ def test_a_journal_whose_creation_was_killed_at_any_point_is_made_anew(
     assert not unfinished.exists()
 
 
-@pytest.mark.parametrize("statement", range(len(module.SCHEMA)))
-def test_a_creation_that_fails_at_any_statement_leaves_no_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: int
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "SCHEMA", (*module.SCHEMA[:statement], "no SQL", *module.SCHEMA[statement:]))
-        with pytest.raises(RunDirectoryError, match="cannot be written"):
-            Journal(tmp_path)
-    assert not (tmp_path / FILE).exists()
-    Journal(tmp_path).close()
-    check_readable(tmp_path / FILE)
-
-
-BORN = """
-import os, signal, sys, time
-from pathlib import Path
-from dspy_flashevolve.engine.journal import Journal
-
-for number in range(30):
-    child = os.fork()
-    if child == 0:
-        Journal(Path(sys.argv[1]) / str(number))
-        signal.pause()
-    time.sleep(number / 3000)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-"""
 FULL = """
 import resource, sys
 from dspy_flashevolve.engine.errors import RunDirectoryError
@@ -256,16 +187,6 @@ def in_a_process(script: str, *arguments: object) -> str:
     """What a script prints."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]).stdout
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
-def test_a_process_that_is_killed_within_milliseconds_of_the_journals_birth_leaves_no_harm(tmp_path: Path) -> None:
-    in_a_process(BORN, tmp_path)
-    for number in range(30):
-        journal = Journal(tmp_path / str(number))
-        fill(journal, 2)
-        journal.close()
-        assert check(tmp_path / str(number)).problems == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs setrlimit")
@@ -374,16 +295,6 @@ def test_a_loop_that_keeps_no_texts_of_what_it_runs_and_scores_its_commits_itsel
         "UPDATE sessions SET settings = '{\"max_metric_calls\": 4}'",
     )
     assert check(filled).problems == ["5 metric calls were made, 4 were allowed"]
-
-
-def test_what_is_validated_beside_the_steps_may_have_no_text_while_it_is_no_commit(filled: Path) -> None:
-    change(
-        filled,
-        "INSERT INTO calls VALUES (6, 1, -1, 'evaluate', 0, 1)",
-        "INSERT INTO rollouts SELECT 6, 6, 1, -1, 'evaluate', 'a playbook', split, example, traced, score, "
-        "objective_scores, output, trace, 0, 0, 0, 0 FROM rollouts WHERE id = 3",
-    )
-    assert check(filled).problems == []
 
 
 def test_lockstep_may_exceed_the_budget_as_dspys_gepa_does(filled: Path) -> None:

@@ -157,27 +157,6 @@ def test_one_with_a_trace_joins_one_without_unless_that_failed_since_failures_ar
     assert (len(made), bench.budget.spent) == (runs, runs)
 
 
-def test_equal_rollouts_one_after_the_other_are_run_twice() -> None:
-    bench, call = Bench(), Taking(1.0)
-
-    async def main() -> None:
-        for _ in range(2):
-            await bench.rollout(call, bench.reserved())
-
-    run(main)
-    assert call.runs == 2
-
-
-def test_without_single_flight_every_rollout_is_run() -> None:
-    bench, call = Bench(single_flight=False), Taking(1.0)
-
-    async def main() -> None:
-        await gather([lambda: bench.rollout(call, bench.reserved()) for _ in range(2)])
-
-    run(main)
-    assert (call.runs, bench.budget.spent) == (2, 2)
-
-
 def test_one_who_joined_runs_it_himself_when_the_first_is_cancelled_or_got_no_answer() -> None:
     for seconds, call in ((2.0, Taking(9.0)), (99.0, failing(3))):
         bench, results = Bench(first_seconds=1.0), list[tuple[Rollout, bool]]()
@@ -217,17 +196,6 @@ def test_a_paid_rollout_and_a_request_are_told_with_what_they_cost() -> None:
 # Retries
 
 
-def test_a_transient_fault_is_retried_and_leaves_no_trace_in_the_score() -> None:
-    bench = Bench()
-
-    async def main() -> None:
-        rollout, paid = await bench.rollout(failing(2), bench.reserved())
-        assert (rollout.score, paid) == (1.0, True)
-
-    run(main)
-    assert (bench.budget.spent, bench.rollouts.endpoints.retries.count) == (1, 2)
-
-
 def test_an_unresolved_rollout_is_neither_scored_nor_paid() -> None:
     bench = Bench()
 
@@ -252,38 +220,6 @@ def test_what_was_asked_for_inside_as_often_as_makes_sense_is_not_asked_for_agai
     run(main)
 
 
-def test_no_slot_is_held_while_waiting_for_a_retry() -> None:
-    bench, order = Bench(slots=1, first_seconds=30.0), list[str]()
-
-    async def other() -> None:
-        await anyio.sleep(0.01)
-        await bench.rollout(Taking(1.0), bench.reserved(), OTHER, "another")
-        order.append("other")
-
-    async def refused() -> None:
-        await bench.rollout(failing(1), bench.reserved())
-        order.append("refused")
-
-    async def main() -> None:
-        await gather([refused, other])
-
-    run(main)
-    assert order == ["other", "refused"]
-
-
-@given(st.integers(0, 20), st.none() | st.floats(0, 100), st.floats(0, 0.999))
-def test_a_wait_is_at_least_what_the_provider_asked_for_and_else_bounded(
-    attempt: int, retry_after: float | None, chance: float
-) -> None:
-    policy = RetryPolicy()
-    wait = policy.wait_seconds(attempt, retry_after, chance)
-    if retry_after is None:
-        assert 0 <= wait <= policy.most_seconds
-    else:
-        told = min(retry_after, policy.outage_seconds or 0.0)
-        assert told <= wait <= told + policy.first_seconds
-
-
 # Rollouts that take too long
 
 
@@ -298,17 +234,6 @@ def test_a_rollout_that_takes_too_long_is_given_up_and_tried_again() -> None:
     assert (call.runs, call.ended, bench.rollouts.timed_out, bench.budget.spent) == (3, 1, 2, 1)
     assert [event.attempt for event in bench.of(RolloutTimedOut)] == [1, 2]
     bench.check_nothing_is_held()
-
-
-def test_one_that_always_takes_too_long_is_unresolved_and_not_paid() -> None:
-    bench = Bench(timeout_seconds=5.0)
-
-    async def main() -> None:
-        with pytest.raises(RolloutUnresolvedError, match="no answer within 5 seconds"):
-            await bench.rollout(Taking(60.0), bench.reserved())
-
-    run(main)
-    assert bench.budget.spent == 0
 
 
 def test_neither_the_wait_for_a_slot_nor_what_the_provider_lets_it_wait_counts() -> None:
@@ -388,52 +313,7 @@ def test_a_cancelled_rollout_is_paid_where_its_metric_had_begun() -> None:
     bench.check_nothing_is_held()
 
 
-def test_a_timeout_of_the_program_itself_is_not_taken_for_one() -> None:
-    bench = Bench(timeout_seconds=5.0)
-
-    async def program() -> Rollout:
-        raise TimeoutError("the program's own")
-
-    async def main() -> None:
-        with pytest.raises(TimeoutError, match="the program's own"):
-            await bench.rollout(program, bench.reserved())
-
-    run(main)
-    assert (bench.rollouts.timed_out, bench.budget.spent) == (0, 0)
-
-
 # Threads cannot be interrupted
-
-
-@pytest.mark.parametrize("late", ["returns", "raises"])
-def test_a_program_in_a_thread_is_left_behind_and_what_it_gives_is_dropped(late: str) -> None:
-    ended, leaked = list[float](), list[dict[str, Any]]()
-
-    async def main() -> None:
-        loop: Any = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda loop, context: leaked.append(context))
-        bench, threads, runs = Bench(timeout_seconds=10.0), Threads(4, "test"), list[int]()
-
-        def program(seconds: float) -> Rollout:
-            loop.wait_from_thread(asyncio.sleep(seconds))
-            ended.append(loop.time())
-            if seconds > 10.0 and late == "raises":
-                raise ValueError("late")
-            return Rollout(f"after {seconds:g}", 0.5)
-
-        async def call() -> Rollout:
-            runs.append(len(runs))
-            return await threads.run(program, 25.0 if len(runs) == 1 else 4.0)
-
-        rollout, _ = await bench.rollout(call, bench.reserved())
-        assert (rollout.output, now(), bench.rollouts.timed_out, bench.budget.spent) == ("after 4", 14.0, 1, 1)
-        bench.check_nothing_is_held()
-        await anyio.sleep(20.0)
-        assert ended == [14.0, 25.0]
-        threads.close(wait=False)
-
-    run(main)
-    assert leaked == []
 
 
 def test_a_synchronous_metric_that_has_begun_is_waited_for_beyond_the_timeout() -> None:
@@ -458,30 +338,6 @@ def test_a_synchronous_metric_that_has_begun_is_waited_for_beyond_the_timeout() 
         assert (rollout.score, paid, now()) == (0.75, True, 35.0)
         assert (bench.budget.spent, bench.rollouts.timed_out) == (1, 0)
         threads.close(wait=False)
-
-    run(main)
-
-
-def test_a_coroutine_metric_is_given_up_and_paid() -> None:
-    async def main() -> None:
-        bench, threads, judged = Bench(timeout_seconds=10.0), Threads(2, "test"), list[float]()
-
-        async def judge(
-            gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None
-        ) -> float:
-            judged.append(now())
-            await anyio.sleep(1000.0 if len(judged) == 1 else 1.0)
-            return 0.25
-
-        metric = Metric(judge, threads)
-
-        async def call() -> Rollout:
-            return Rollout("output", await metric.score(None, None))
-
-        await bench.rollout(call, bench.reserved())
-        assert judged == [0.0, 10.0]
-        assert bench.budget.spent == 2, "the metric was called twice"
-        threads.close()
 
     run(main)
 

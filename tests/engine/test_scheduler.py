@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from typing import Any
 
 import anyio
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.scheduler import (
-    DISCOUNT,
     Scheduler,
     StageVisit,
     current_slot,
@@ -130,23 +128,6 @@ def test_validations_do_not_share_the_more_valuable_one_ends_first() -> None:
     stepped(main)
 
 
-def test_an_endpoint_that_is_full_does_not_hold_up_another() -> None:
-    on = Stepped(8, endpoints=ENDPOINTS)
-    on.scheduler.resize(2, "task")
-
-    async def main() -> None:
-        await on.ask("validate", 1, 6)
-        await on.ask("propose", 2, 3)
-        assert on.granted == [("validate", 1)] * 2 + [("propose", 2)] * 3
-        assert on.scheduler.idle == 0, "at the one that is full"
-        assert (busy_at(on.scheduler, "task"), busy_at(on.scheduler, "reflection")) == (2, 3)
-        await on.end()
-        assert on.granted[-1] == ("validate", 1)
-        await on.end_all()
-
-    stepped(main)
-
-
 def test_shrinking_lets_holders_finish_and_growing_hands_on_at_once() -> None:
     on = Stepped(8, endpoints=ENDPOINTS)
 
@@ -166,29 +147,6 @@ def test_shrinking_lets_holders_finish_and_growing_hands_on_at_once() -> None:
         await on.end_all()
 
     stepped(main)
-
-
-def test_it_is_known_whether_requests_waited_for_an_endpoints_own_limit() -> None:
-    on = Stepped(3, endpoints=ENDPOINTS)
-    on.scheduler.resize(2, "task")
-
-    async def main() -> None:
-        await on.ask("screen", 1, 2)
-        assert not on.scheduler.take_pressure("task")
-        await on.ask("screen", 1)
-        assert on.scheduler.take_pressure("task")
-        assert on.scheduler.take_pressure("task"), "it still waits"
-        await on.end()
-        assert not on.scheduler.take_pressure("task")
-        await on.end_all()
-
-    stepped(main)
-
-
-@pytest.mark.parametrize("what", [lambda: Scheduler(0, STAGES), lambda: Scheduler(4, STAGES).resize(0, "")])
-def test_a_limit_under_one_is_refused(what: Any) -> None:
-    with pytest.raises(ConfigurationError, match="limit is 0, expected at least 1"):
-        what()
 
 
 def test_a_stage_that_there_is_not_is_refused_by_name() -> None:
@@ -229,11 +187,6 @@ def place(depth: int = 2, value: float = 0.5, version: int = 3, requests: int = 
     return priority(depth, value, version, requests, **(defaults | options))
 
 
-@given(WORTH, REQUESTS, REQUESTS)
-def test_of_equal_requests_the_line_with_fewer_goes_first(value: float, one: int, other: int) -> None:
-    assert (place(value=value, requests=one) < place(value=value, requests=other)) == (one < other)
-
-
 @given(st.floats(0.001, 1), st.integers(1, 100), st.integers(1, 6), REQUESTS)
 def test_what_is_worth_more_deeper_or_fresher_goes_first(more: float, commits: int, depth: int, requests: int) -> None:
     here = place(depth, requests=requests)
@@ -241,13 +194,6 @@ def test_what_is_worth_more_deeper_or_fresher_goes_first(more: float, commits: i
     assert place(depth + 1, requests=requests) < here
     assert place(depth, version=3 + commits, requests=requests) < here
     assert place(depth, step=6, requests=requests) < here < place(depth, step=8, requests=requests)
-
-
-@given(st.integers(0, 40), st.integers(1, 40))
-def test_each_commit_that_was_not_seen_costs_the_discount(version: int, behind: int) -> None:
-    """A step that has seen more is worth as much with more requests: their logarithms are what is compared."""
-    stale, fresh = place(version=version)[0], place(version=version + behind)[0]
-    assert stale - fresh == pytest.approx(-behind * math.log(DISCOUNT))
 
 
 @given(st.integers(0, 8), st.integers(1, 8), REQUESTS)
@@ -277,20 +223,6 @@ def test_the_scheduler_asks_for_the_smallest_place_each_time_that_a_slot_comes_f
 # Cancellation
 
 
-def test_a_request_that_is_cancelled_while_it_waits_leaves_no_trace() -> None:
-    on = Stepped(1)
-
-    async def main() -> None:
-        await on.ask("validate", 1)
-        await on.ask("screen", 2, 2)
-        await on.cancel(on.of("waiting")[0])
-        assert on.scheduler.statistics().stages["screen"].waiting == 1
-        await on.end_all()
-
-    stepped(main)
-    assert on.granted == [("validate", 1), ("screen", 2)]
-
-
 def test_a_slot_granted_to_one_that_is_cancelled_at_once_goes_to_the_next() -> None:
     on = Stepped(1)
 
@@ -313,23 +245,6 @@ def test_a_slot_granted_to_one_that_is_cancelled_at_once_goes_to_the_next() -> N
 # What is counted
 
 
-def test_seconds_in_slots_are_counted_a_stage() -> None:
-    on = Stepped(1)
-
-    async def main() -> None:
-        await on.ask("screen", 1)
-        await on.ask("validate", 2)
-        on.clock.now = 3.0
-        await on.end()
-        on.clock.now = 4.0
-        await on.end()
-
-    stepped(main)
-    seen = on.scheduler.statistics()
-    assert (seen.stages["screen"].served_seconds, seen.stages["validate"].served_seconds) == (3.0, 1.0)
-    assert (seen.peak, seen.busy, seen.busy_seconds, seen.limit_seconds) == (1, 0, 4.0, 4.0)
-
-
 def test_slots_and_limits_are_summed_over_time() -> None:
     on = Stepped(4)
 
@@ -343,25 +258,6 @@ def test_slots_and_limits_are_summed_over_time() -> None:
 
     stepped(main)
     assert on.scheduler.statistics().limit_seconds == 4 * 3 + 2 * 2
-
-
-def test_slots_that_are_held_beyond_a_limit_which_fell_are_among_those_that_there_were() -> None:
-    on = Stepped(4)
-
-    async def main() -> None:
-        await on.ask("screen", 1, 4)
-        on.clock.now = 1.0
-        on.scheduler.resize(1, "")
-        on.clock.now = 11.0  # all four requests go on
-        await on.end_all()
-        await on.ask("screen", 5)
-        on.clock.now = 13.0
-        await on.end_all()
-
-    stepped(main)
-    slots = on.scheduler.statistics()
-    assert slots.busy_seconds == 4 * 11 + 2
-    assert slots.limit_seconds == slots.busy_seconds, "all that there were were in use: no more than all of them"
 
 
 def test_a_visit_is_from_a_steps_first_request_in_a_stage_to_its_last() -> None:
@@ -462,27 +358,6 @@ def test_requests_beside_one_that_gave_its_slot_back_stay_within_the_limit_and_l
     assert scheduler.statistics().busy == 0
 
 
-def test_a_request_beside_another_that_fails_gives_its_slot_back() -> None:
-    scheduler = Scheduler(1, STAGES)
-
-    async def failing() -> None:
-        raise ValueError("no")
-
-    async def call() -> None:
-        outer = current_slot()
-        assert outer is not None
-        async with outer.released(is_retry=False):
-            with pytest.raises(ValueError, match="no"):
-                await outer.run_beside(failing)
-            assert scheduler.statistics().busy == 0
-
-    async def main() -> None:
-        await scheduler.run("screen", Asker(1), call)
-
-    stepped(main)
-    assert scheduler.statistics().busy == 0
-
-
 def test_a_slot_that_its_holder_wants_back_after_the_end_is_not_held() -> None:
     """A part of a request, in a task of its own, may live longer than the request."""
     scheduler = Scheduler(1, STAGES)
@@ -506,19 +381,3 @@ def test_a_slot_that_its_holder_wants_back_after_the_end_is_not_held() -> None:
         assert scheduler.statistics().busy == 0
 
     stepped(main)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=8), st.integers(1, 4))
-def test_every_request_is_served_once_however_they_come(asked: list[tuple[int, int]], limit: int) -> None:
-    on = Stepped(limit)
-
-    async def main() -> None:
-        for step, count in asked:
-            await on.ask(STAGES[step], step, count)
-        await on.end_all()
-
-    stepped(main)
-    wanted = Counter[tuple[str, int]]()
-    for step, count in asked:
-        wanted[STAGES[step], step] += count
-    assert Counter(on.granted) == wanted

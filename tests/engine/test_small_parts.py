@@ -56,17 +56,6 @@ def test_one_worker_runs_calls_in_order_and_they_see_the_callers_context() -> No
     assert anyio.run(main) == [(number, "inside") for number in range(20)]
 
 
-def test_closing_the_threads_ends_them() -> None:
-    async def main() -> None:
-        threads = Threads(3, "ending")
-        await threads.run(lambda: None)
-        assert any(thread.name.startswith("flashevolve-ending") for thread in threading.enumerate())
-        threads.close()
-
-    anyio.run(main)
-    assert not any(thread.name.startswith("flashevolve-ending") for thread in threading.enumerate())
-
-
 def test_calls_that_were_given_up_do_not_hold_up_those_that_follow() -> None:
     go = threading.Event()
 
@@ -136,14 +125,6 @@ def test_run_to_end_works_in_a_script_in_a_thread_and_inside_a_running_loop() ->
         assert seen[2]
         assert seen[1] != threading.main_thread().name
     assert threading.active_count() <= before, "no thread outlives the run"
-
-
-def test_run_to_end_hands_the_callers_context_variables_on() -> None:
-    token = VARIABLE.set("caller")
-    try:
-        assert run_to_end(answer, never)[0] == "caller"
-    finally:
-        VARIABLE.reset(token)
 
 
 SCRIPT = """
