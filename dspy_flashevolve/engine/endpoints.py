@@ -36,14 +36,11 @@ MAX_PAUSES = 20
 """A request waits for the end of this many pauses in a row, and is then sent all the same, so that none waits for ever
 at an endpoint that pauses again and again. Not tuned."""
 LATENCY_ANSWERS = 16
-"""A server's latency is the mean of about this many answers: reply lengths differ by half of their mean, so this is
-right to within an eighth."""
+"""A server's latency is an exponential mean over about this many answers: reply lengths differ by half of their mean,
+so this is right to within an eighth."""
 SLOWER = 1.5
 """Servers are about as fast up to this ratio of their latencies: at 1 the chance lengths of replies would tell them
 apart, and at 2 half as fast a one would have a third of the requests."""
-FORGET_SECONDS = 60.0
-"""A server that was left idle for so long is asked once, however slow it was, since servers are slow while they start.
-Not tuned: one request a minute."""
 SERVER_SEPARATOR = " | "
 """Stands between the names of servers in the name of their model's endpoint."""
 OPTIONAL_STAGES = {"integrate"}
@@ -223,7 +220,7 @@ class Server(Endpoint):
         self._own_limit = None if bounds is None else self.group.adapt(name, bounds, self._take_pressure)
         self.group.endpoints.append(self)
         self._was_full = False
-        self._answered_seconds, self._measured = -math.inf, 0
+        self._answered_seconds = -math.inf
         self.latency_seconds: float | None = None
         """Mean latency of its last answers; None before the first."""
 
@@ -239,16 +236,9 @@ class Server(Endpoint):
             return 0
         return 1 if self._breaker.is_half_open else self.group.run_slots if self.limit is None else self.limit.limit
 
-    @property
-    def is_forgotten(self) -> bool:
-        """Whether its latency was measured so long ago that it has to be asked again."""
-        return not self._under_way and self.retries.clock() > self._answered_seconds + FORGET_SECONDS
-
     def expected_latency(self, mean_seconds: float) -> float:
         """Return the seconds that one more request is expected to take: as the last ones (the mean of all servers
         before the first), or as long as it has answered nothing of what it has."""
-        if self.is_forgotten:
-            return 0.0
         now = self.retries.clock()
         oldest = min((request.sent_seconds for request in self._under_way), default=now)
         silent_seconds = now - max(oldest, self._answered_seconds)
@@ -256,7 +246,6 @@ class Server(Endpoint):
 
     def begin(self, request: TrackedRequest) -> None:
         """See :meth:`Endpoint.begin`."""
-        self._measured = 0 if self.is_forgotten else self._measured
         super().begin(request)
         self._was_full = self._was_full or self.in_flight >= self.slots
 
@@ -280,8 +269,7 @@ class Server(Endpoint):
         self._answered_seconds = self.retries.clock()
         latency = self._answered_seconds - request.sent_seconds
         before = latency if self.latency_seconds is None else self.latency_seconds
-        self._measured = min(LATENCY_ANSWERS, self._measured + 1)
-        self.latency_seconds = before + (latency - before) / self._measured
+        self.latency_seconds = before + (latency - before) / LATENCY_ANSWERS
         self.group.update_slots()  # it is half open no more
 
     def _hold(self) -> None:
@@ -302,9 +290,7 @@ class Servers(Responder):
     """The servers of one model, of which each request asks one.
 
     The least loaded of those that are about as fast as the fastest is asked, by its latency times its requests
-    (Finagle's Peak EWMA); a slower one where the fast ones have as many as their limits allow. So no step waits for
-    a slow server while a fast one has room. Its name is the servers' names with :data:`SERVER_SEPARATOR` between
-    them.
+    (Finagle's Peak EWMA); a slower one where the fast ones have as many as their limits allow.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
-from types import CodeType, TracebackType
+from collections.abc import Mapping
+from types import CodeType
 from typing import Any
 
 from dspy_flashevolve.engine.texts import logger_named
@@ -102,38 +102,38 @@ logger = logger_named(__name__)
 
 
 def hook_that_raised(error: BaseException, hooks: Mapping[str, Any]) -> str | None:
-    """The hook that an exception came through, as "hook: Class.method" or "hook: function"; None if through none.
-
-    The innermost counts: a selector that a sampling strategy asks, not the strategy.
+    """Name the hook that an exception came through, the innermost, as "hook: Class.method" or "hook: function".
 
     Args:
-        hooks: name of a hook -> a callable, an object with methods, or something that has several in ``stoppers``.
+        hooks: name of a hook -> a callable, an object with methods or with several in ``stoppers``, or None.
 
     >>> def broken(): raise LookupError
     >>> try: broken()
     ... except LookupError as error: print(hook_that_raised(error, {"component_selector": broken}))
     component_selector: broken
     """
-    objects = {id(member): hook for hook, given in hooks.items() for member in _members(given)}
-    codes = {code: hook for hook, given in hooks.items() for member in _members(given) if (code := _code_of(member))}
+    members = [(hook, member, _code_of(member)) for hook, given in hooks.items() for member in _members(given)]
     found: str | None = None
-    for code, owner in _frames(error.__traceback__):
-        if code in codes:
-            found = f"{codes[code]}: {_name_in(code)}"
-        elif id(owner) in objects:
-            found = f"{objects[id(owner)]}: {type(owner).__qualname__}.{code.co_name}"
+    trace = error.__traceback__
+    while trace is not None:
+        code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
+        for hook, member, own_code in members:
+            if own_code is code:
+                name: str = getattr(code, "co_qualname", code.co_name)  # Python 3.11
+                found = f"{hook}: {name.rpartition('<locals>.')[2]}"
+            elif owner is member:
+                found = f"{hook}: {type(owner).__qualname__}.{code.co_name}"
+        trace = trace.tb_next
     return found
 
 
 def report_hook(error: Exception, hooks: Mapping[str, Any]) -> None:
     """Say which of the user's objects ended the run, in the log and, from Python 3.11 on, in the error's notes."""
-    hook = hook_that_raised(error, hooks)
-    if hook is None:
-        return
-    logger.error("The run has ended: %s raised %s: %s", hook, type(error).__name__, error)
-    note = getattr(error, "add_note", None)
-    if note is not None:
-        note(f"raised by {hook}")
+    if (hook := hook_that_raised(error, hooks)) is not None:
+        logger.error("The run has ended: %s raised %s: %s", hook, type(error).__name__, error)
+        note = getattr(error, "add_note", None)
+        if note is not None:
+            note(f"raised by {hook}")
 
 
 def attach_best_program(error: Exception, program: Any) -> None:
@@ -142,29 +142,14 @@ def attach_best_program(error: Exception, program: Any) -> None:
         setattr(error, "best_program", program)  # noqa: B010
 
 
-def _members(given: Any) -> Iterator[Any]:
+def _members(given: Any) -> list[Any]:
     """A strategy, and those that it is put together from (stoppers of a composite), inner ones last."""
     if given is None:
-        return
-    yield given
-    for stopper in getattr(given, "stoppers", None) or ():
-        yield from _members(stopper)
+        return []
+    return [given, *(member for stopper in getattr(given, "stoppers", None) or () for member in _members(stopper))]
 
 
 def _code_of(given: Any) -> CodeType | None:
     while isinstance(given, functools.partial):
         given = given.func
     return getattr(getattr(given, "__func__", given), "__code__", None)
-
-
-def _name_in(code: CodeType) -> str:
-    name: str = getattr(code, "co_qualname", code.co_name)  # Python 3.11
-    return name.rpartition("<locals>.")[2]
-
-
-def _frames(trace: TracebackType | None) -> Iterator[tuple[CodeType, Any]]:
-    """The code of each frame, outermost first, and the object whose method it is."""
-    while trace is not None:
-        frame = trace.tb_frame
-        yield frame.f_code, frame.f_locals.get("self")
-        trace = trace.tb_next

@@ -326,10 +326,10 @@ class Rollouts:
                 self.joined += 1
                 return flight.result
             # Its step was cancelled, or it got no answer: this step makes the rollout itself.
-        while waiting := self._waiting_for_example(key):
+        while flight := self._waiting_for_example(key):
             on_granted()
-            with self._waiting_for(waiting, step):
-                await waiting.ended.wait()
+            with self._waiting_for(flight, step):
+                await flight.ended.wait()
         example = key.split, key.example
         if make_failure is not None and self.is_unanswered(key):
             on_granted()

@@ -406,8 +406,7 @@ class EvolutionRun:
     ) -> Decision:
         """Ask a staleness policy what becomes of a step, and tell the observers; not ``integrates``: one that is to be
         repaired is admitted instead."""
-        discarded = self.policy_decisions["discard"]
-        decision = policy.decide(look, History(version, discarded, self.policy_decisions.total() - discarded))
+        decision = policy.decide(look, History(version))
         word = "integrate" if isinstance(decision, Integrate) and integrates else "admit"
         word, reason = ("discard", decision.reason) if isinstance(decision, Discard) else (word, "")
         self.policy_decisions[word] += 1

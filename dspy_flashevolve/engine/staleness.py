@@ -62,17 +62,9 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What has happened to the pool and to the items looked at.
-
-    Args:
-        version: commits so far.
-        discarded: items that were discarded so far.
-        passed: items that were not.
-    """
+    """What has happened to the pool: its version, the count of commits so far."""
 
     version: int
-    discarded: int = 0
-    passed: int = 0
 
 
 class StalenessPolicy(Protocol):
@@ -90,10 +82,10 @@ class StalenessPolicy(Protocol):
         ...
 
 
-def check_looks(looks: tuple[Place, ...], allowed: tuple[Place, ...], policy: str) -> None:
-    """Raise ConfigurationError unless ``looks`` names at least one of the allowed places, each once."""
-    if not looks or len(set(looks)) != len(looks) or any(place not in allowed for place in looks):
-        raise ConfigurationError(f"{policy}: looks is {looks!r}, expected one or more of {allowed}, each once.")
+def check_looks(looks: tuple[Place, ...], policy: str) -> None:
+    """Raise ConfigurationError unless ``looks`` names at least one place, each once."""
+    if not looks or len(set(looks)) != len(looks) or not set(looks) <= set(PLACES):
+        raise ConfigurationError(f"{policy}: looks is {looks!r}, expected one or more of {PLACES}, each once.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +99,7 @@ class Full:
     looks: tuple[Place, ...] = ("after_screen", "before_commit")
 
     def __post_init__(self) -> None:
-        check_looks(self.looks, PLACES, "Full")
+        check_looks(self.looks, "Full")
 
     def decide(self, look: Look, history: History) -> Decision:
         """See :meth:`StalenessPolicy.decide`."""
@@ -140,7 +132,7 @@ class Guarded:
     def __post_init__(self) -> None:
         if self.max_gap < 0:
             raise ConfigurationError(f"Guarded: max_gap is {self.max_gap}, expected 0 or more.")
-        check_looks(self.looks, PLACES, "Guarded")
+        check_looks(self.looks, "Guarded")
 
     def decide(self, look: Look, history: History) -> Decision:
         """See :meth:`StalenessPolicy.decide`."""
@@ -200,7 +192,7 @@ def policy_named(staleness: Any) -> StalenessPolicy:
         if staleness in POLICIES:
             return POLICIES[staleness]
     elif callable(getattr(staleness, "decide", None)) and isinstance(getattr(staleness, "looks", None), tuple):
-        check_looks(staleness.looks, PLACES, type(staleness).__name__)
+        check_looks(staleness.looks, type(staleness).__name__)
         return staleness
     names = ", ".join(repr(name) for name in POLICIES)
     raise ConfigurationError(

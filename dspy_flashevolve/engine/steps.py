@@ -27,12 +27,9 @@ can an endpoint's limit be seen to bind, and grow."""
 STEPS_TO_OVERLAP = 2
 """Steps that a budget of metric calls has to pay, beside the first validations, for steps to overlap.
 
-Measured at commit 2450db6 (``benchmarks/small_budgets.py --tutorials``), on ten and ten examples: up to 31 calls (one
-step) dspy.GEPA's program is the better one, .71 to .79 against .57, since the calls that pay no further step, which it
-overdraws, are half of the search. From 32 to 41 it depends on the task: where children add what they learnt ours is
-ahead, where they are draws of luck dspy.GEPA is, which validates one child more. There the choice is to do what
-dspy.GEPA does. A third step would take the hard limit away from budgets that do not need it.
-"""
+Measured on ten and ten examples: with one step (up to 31 calls) dspy.GEPA's program is the better one, .71 to .79
+against .57, since the calls that pay no further step, which it overdraws, are half of the search. With two it depends
+on the task; a third would take the hard limit away from budgets that do not need it."""
 
 
 def pays_overlap(calls: int, validations: int, valset_size: int, minibatch_size: int) -> bool:
@@ -40,11 +37,8 @@ def pays_overlap(calls: int, validations: int, valset_size: int, minibatch_size:
 
     A step costs ``2 * minibatch_size + valset_size`` calls at most: its parent and its child on a minibatch, and the
     child's validation. Beside the ``validations`` of the programs that a run begins with, the budget has to pay
-    :data:`STEPS_TO_OVERLAP` of them:
-
-        calls >= validations * valset_size + STEPS_TO_OVERLAP * (2 * minibatch_size + valset_size)
-
-    A smaller one is spent as dspy.GEPA does: one step after the other, the last of which may exceed it.
+    :data:`STEPS_TO_OVERLAP` of them. A smaller one is spent as dspy.GEPA does: one step after the other, the last of
+    which may exceed it.
 
     >>> pays_overlap(42, 1, valset_size=10, minibatch_size=3), pays_overlap(41, 1, valset_size=10, minibatch_size=3)
     (True, False)
@@ -227,16 +221,15 @@ class Load:
     """What an admission rule may look at.
 
     Args:
-        live: steps that have started and not ended.
-        working: live steps that still work towards a child; the others wait for its validation or commit.
-        idle_slots: slots that are free.
-        calls_left: metric calls neither spent nor reserved; None without a limit.
-        calls_reserved: metric calls set aside for live steps.
+        live, working: steps that have started and not ended; those of them that still work towards a child, while
+            the others wait for its validation or commit.
+        idle_slots, slots: slots that are free; requests that may be in flight now, None where the rule need not know.
+        calls_left, calls_reserved: metric calls neither spent nor reserved (None without a limit); set aside for
+            live steps.
         calls_per_step: metric calls that an ended step has cost on average (an estimate before).
         ended: steps that have ended.
-        slots: requests that may be in flight now; None where the rule need not know.
-        parked: live steps that wait for a provider that answers others, and need no room meanwhile.
-        without_request: live steps that have made no request yet.
+        parked, without_request: live steps that wait for a provider that answers others, and need no room meanwhile;
+            that have made no request yet.
     """
 
     live: int
@@ -263,41 +256,35 @@ class Admission(Protocol):
 class LiveSteps:
     """A bound on live steps, one on those that work, and fewer where the budget is what runs out.
 
-    A child that waits for its validation keeps slots busy but makes nothing new; a step that works
-    towards a child starts from the pool as it is. Bounding the second kind apart keeps new children
-    coming from a pool that has moved on, whatever waits to be validated.
+    A child that waits for its validation keeps slots busy but makes nothing new; a step that works towards a child
+    starts from the pool as it is. Bounding the second kind apart keeps new children coming from a pool that has
+    moved on.
 
-    With ``calls_left + calls_reserved`` calls to go, ``n = calls_to_go / calls_per_step`` steps can
-    still be paid. If all of them ran at once, all would start from the same pool: one generation. To
-    spend them over at least ``generations`` generations, at most ``n / generations`` may live at once:
+    With ``calls_left + calls_reserved`` calls to go, ``n = calls_to_go / calls_per_step`` steps can still be paid.
+    If all of them ran at once, all would start from the same pool: one generation. To spend them over at least
+    ``generations`` generations, at most ``n / generations`` may live at once:
 
         live < min(limit, max(1, ceil(n / generations)))  and  (working < working_limit  or  idle_slots >= burst)
 
-    The last term keeps the slots busy: where few children are worth a validation, ``working_limit`` steps
-    cannot fill them, and a step that starts in an idle slot delays nobody. Steps that only wait for a provider that
-    answers others do not count against the limit.
+    The last term keeps the slots busy: where few children are worth a validation, ``working_limit`` steps cannot
+    fill them, and a step that starts in an idle slot delays nobody. Steps that only wait for a provider that answers
+    others do not count against the limit, unless it is ``strict``.
 
     Args:
-        limit: live steps at most; at least 1.
-        working_limit: live steps that work towards a child and compete for slots; None for no bound of their own.
+        limit, working_limit: at least 1; None for no bound of their own on those that work.
         burst: idle slots, what a step's first requests need, from which one more may start beyond ``working_limit``.
         generations: see the formula; 0 turns it off.
         slots: requests in flight for which both limits are meant; where fewer may be in flight now, they shrink
             alike, to 2 at the least. None for limits that stay.
-        strict: every live step counts.
 
     Raises:
         ConfigurationError: a limit under 1, or negative generations.
 
     >>> rule = LiveSteps(limit=32, working_limit=12, generations=8)
-    >>> rule.admits(Load(live=20, working=11, idle_slots=0, calls_left=None, calls_reserved=0, calls_per_step=30.0))
-    True
     >>> rule.admits(Load(live=20, working=12, idle_slots=2, calls_left=None, calls_reserved=0, calls_per_step=30.0))
     False
     >>> rule.admits(Load(live=20, working=12, idle_slots=3, calls_left=None, calls_reserved=0, calls_per_step=30.0))
     True
-    >>> rule.admits(Load(live=3, working=0, idle_slots=64, calls_left=600, calls_reserved=0, calls_per_step=30.0))
-    False
     """
 
     limit: int

@@ -178,7 +178,6 @@ def test_an_idle_slot_is_announced_only_where_nobody_takes_it() -> None:
 # Who is next
 
 
-WORTH = st.floats(0, 1)
 REQUESTS = st.integers(1, 500)
 
 

@@ -171,19 +171,6 @@ def test_it_never_costs_more_than_two_of_its_requests(
     run(main)
 
 
-def test_one_that_was_slow_while_it_started_gets_its_share_afterwards() -> None:
-    async def main() -> None:
-        bench, servers = Bench(8, None), {"fast": Server(8, 1.0), "slow": Server(8, 20.0)}
-        await batches(bench, servers, BOTH, 8, times=1)
-        servers["slow"] = Server(8, 1.0)
-        await batches(bench, servers, BOTH, 4, times=100)
-        before = servers["slow"].answered
-        await batches(bench, servers, BOTH, 4, times=100)
-        assert 100 <= servers["slow"].answered - before <= 300, "of 400, all slots being free"
-
-    run(main)
-
-
 def test_one_that_fails_is_left_out_and_then_tried_by_one_request_at_a_time() -> None:
     async def main() -> None:
         bench = Bench()

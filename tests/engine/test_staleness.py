@@ -23,14 +23,8 @@ from dspy_flashevolve.engine.staleness import (
     policy_named,
 )
 
-POLICIES = st.one_of(
-    st.just(Full()),
-    st.builds(Guarded, st.integers(0, 6)),
-    st.builds(Reflective, st.integers(0, 4)),
-)
 VERSION = 20
 LOOKS = st.lists(st.builds(Look, st.sampled_from(PLACES), st.integers(0, VERSION)), max_size=6)
-HISTORIES = st.builds(History, st.just(VERSION), st.integers(0, 99), st.integers(0, 99))
 
 
 @given(LOOKS)
@@ -105,6 +99,6 @@ def test_guarded_and_reflective_refuse_a_negative_gap() -> None:
 
 @pytest.mark.parametrize("looks", [(), ("after_screen", "after_screen"), ("before_lunch",)])
 def test_looks_name_places_each_once(looks: tuple[Any, ...]) -> None:
-    for make in (lambda: Full(looks), lambda: Guarded(1, looks), lambda: check_looks(looks, PLACES, "Mine")):
+    for make in (lambda: Full(looks), lambda: Guarded(1, looks), lambda: check_looks(looks, "Mine")):
         with pytest.raises(ConfigurationError, match=r"(Full|Guarded|Mine): looks is .*, expected one or more of"):
             make()
