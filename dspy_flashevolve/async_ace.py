@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
-from dataclasses import fields
 from os import PathLike
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.run import with_compile_events
-from dspy_flashevolve.programs.settings import RunSettings, Schedule, check_counts, check_data
+from dspy_flashevolve.programs.settings import RunSettings, Schedule, check_counts, check_data, settings_of
 
 COUNTS = ("max_rounds", "epochs", "curator_frequency", "token_budget", "eval_every", "validations_at_once")
 """The arguments that are whole numbers of at least 1."""
@@ -154,7 +153,7 @@ class AsyncACE(Teleprompter):
         self.metric_lock, self.rollouts = metric_lock, rollouts
         self.seed, self.log_dir = seed, log_dir
         self._run: AceRun | None = None
-        self._run_settings()
+        settings_of(RunSettings, self)
         _check_arguments(self)
 
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  # dspy's has a teacher, which ACE has no use for
@@ -262,23 +261,8 @@ class AsyncACE(Teleprompter):
 
     def _settings(self) -> AceSettings:
         """This optimizer's arguments as they are now, frozen for the length of a run."""
-        names = {field.name for field in fields(AceSettings)} - {"run", "staleness"}
-        arguments: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return AceSettings(run=self._run_settings(), staleness=policy_of(self.staleness), **arguments)
-
-    def _run_settings(self) -> RunSettings:
-        """What this optimizer has in common with the others, checked."""
-        return RunSettings(
-            num_threads=self.num_threads,
-            max_concurrency=self.max_concurrency,
-            max_metric_calls=self.max_metric_calls,
-            max_seconds=self.max_seconds,
-            schedule=self.schedule,
-            rollout_timeout_seconds=self.rollout_timeout_seconds,
-            max_outage_seconds=self.max_outage_seconds,
-            rollouts=self.rollouts,
-            seed=self.seed,
-        )
+        run = settings_of(RunSettings, self)
+        return settings_of(AceSettings, self, run=run, staleness=policy_of(self.staleness))
 
     def _offline_run(self, student: Module, trainset: Any, valset: Any, playbook: Playbook | None) -> AceRun:
         check_data(student, trainset, None, valset)

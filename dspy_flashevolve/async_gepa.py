@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import cloudpickle
@@ -30,7 +30,7 @@ from dspy_flashevolve.programs.function_lm import lm_of
 from dspy_flashevolve.programs.metric import check_metric
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.run import with_compile_events
-from dspy_flashevolve.programs.settings import Schedule, check_counts, check_data, check_limits
+from dspy_flashevolve.programs.settings import Schedule, check_counts, check_data, check_limits, settings_of
 from dspy_flashevolve.programs.usage import rates_of
 
 logger = logger_named(__name__)
@@ -351,9 +351,9 @@ class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues,
         Raises:
             ConfigurationError: an argument that all optimizers have cannot work.
         """
-        names = {setting.name for setting in fields(GepaSettings)}
-        return GepaSettings(
-            **{name: value for name, value in vars(self).items() if name in names},
+        return settings_of(
+            GepaSettings,
+            self,
             rollout_timeout_seconds=self.workflow.rollout_timeout_seconds,
             max_outage_seconds=self.workflow.max_outage_seconds,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from dspy_flashevolve.harness.settings import HarnessSettings
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.run import DspyRun, with_compile_events
-from dspy_flashevolve.programs.settings import RunSettings, Schedule, check_counts
+from dspy_flashevolve.programs.settings import RunSettings, Schedule, check_counts, settings_of
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Limits
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 
@@ -154,7 +154,7 @@ class AsyncMetaHarness(Teleprompter):
         )  # fmt: skip
         if proposer is not None and not callable(proposer):
             raise ConfigurationError(f"proposer is {proposer!r:.80}, expected a function from tools to a dspy.Module.")
-        self._run_settings()
+        settings_of(RunSettings, self)
         Directions(directions)
         if isinstance(sandbox, str) and sandbox != "process":
             raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process' or a CodeSandbox.")
@@ -199,27 +199,12 @@ class AsyncMetaHarness(Teleprompter):
         await search.run.run_async(search.search)
         return self._result(search)
 
-    def _settings(self) -> HarnessSettings:
-        """This optimizer's arguments as they are now, frozen for the length of a run."""
-        arguments: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(HarnessSettings)}
-        arguments["directions"] = tuple(self.directions)
-        return HarnessSettings(**arguments)
-
-    def _run_settings(self) -> RunSettings:
-        """What this optimizer has in common with the others, checked."""
-        return RunSettings(
-            num_threads=self.num_threads,
-            schedule=self.schedule,
-            max_seconds=self.max_seconds,
-            max_outage_seconds=self.max_outage_seconds,
-            seed=self.seed,
-        )
-
     def _search(self, student: Any, trainset: Any, valset: Any) -> HarnessRun:
         task, sandbox = task_of(student, trainset, valset), self.sandbox
         if isinstance(sandbox, str):
             sandbox = Sandbox(self.limits, accept_missing_protection=self.accept_missing_protection)
         _check_directory(self.log_dir)
+        settings = settings_of(HarnessSettings, self, directions=tuple(self.directions))
         data = task.trainset, task.valset
         seed = {**texts_of(task.seed, task.memory), "task": task.signature.instructions}
         parts = fingerprints_of(dspy.Predict(task.signature), seed, *data, self.metric)
@@ -234,10 +219,10 @@ class AsyncMetaHarness(Teleprompter):
                     "check": [task.lm],
                     "evaluate": [task.lm],
                 },
-                settings=self._run_settings(),
+                settings=settings_of(RunSettings, self),
                 journal=journal,
             )
-            return HarnessRun(self._settings(), run, task, sandbox)
+            return HarnessRun(settings, run, task, sandbox)
 
     def _result(self, search: HarnessRun) -> Harness:
         archive, program = search.archive, search.best_program()

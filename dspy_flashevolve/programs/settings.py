@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar, cast
 
 from dspy.primitives import Example, Module, Prediction
 
@@ -13,6 +13,7 @@ from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 
 Schedule = Literal["async", "lockstep"]
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,12 @@ class RunSettings:
         )
         if self.rollouts is not None and not isinstance(self.rollouts, RayRollouts):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"rollouts is {self.rollouts!r}, expected a RayRollouts, or None.")
+
+
+def settings_of(kind: type[S], optimizer: Any, **own: Any) -> S:
+    """Freeze an optimizer's arguments, which are its attributes, as the record ``kind``; ``own`` has what differs."""
+    names = {setting.name for setting in fields(cast(Any, kind))} & vars(optimizer).keys()
+    return kind(**{name: getattr(optimizer, name) for name in names} | own)
 
 
 def check_counts(**counts: object) -> None:
