@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -13,7 +12,7 @@ from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
 from dspy_flashevolve.engine.staleness import StalenessPolicy
-from dspy_flashevolve.programs.settings import RunSettings
+from dspy_flashevolve.programs.settings import RunSettings, check_counts, check_limits
 
 MINIBATCH = 3
 """Examples of a minibatch of gepa's, where nothing is said."""
@@ -117,12 +116,12 @@ class Workflow:
         share: Any = self.validate
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigurationError(f"Workflow: validate is {share!r}, expected a share above 0 and up to 1.")
-        for name in ("rounds", "live_steps", "max_candidate_characters"):
-            count = getattr(self, name)
-            if count is None and name != "rounds":
-                continue
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ConfigurationError(f"Workflow: {name} is {count!r}, expected a whole number of at least 1.")
+        if self.rounds is None:  # pyright: ignore[reportUnnecessaryComparison]
+            raise ConfigurationError("Workflow: rounds is None, expected a whole number of at least 1.")
+        counts = "rounds", "live_steps", "max_candidate_characters"
+        check_counts(**{f"Workflow: {name}": getattr(self, name) for name in counts})
+        limits = "median_seconds", "max_outage_seconds", "rollout_timeout_seconds"
+        check_limits(**{f"Workflow: {name}": getattr(self, name) for name in limits})
         workers: Any = {} if self.workers is None else self.workers
         if not isinstance(workers, Mapping) or not set(cast(Mapping[Any, Any], workers)) <= set(STAGES):
             raise ConfigurationError(
@@ -142,12 +141,6 @@ class Workflow:
                     f"Workflow: workers[{stage!r}] is {pool!r}, but nothing moves it: give median_seconds, or one "
                     "number."
                 )
-        for name in ("median_seconds", "max_outage_seconds", "rollout_timeout_seconds"):
-            seconds = getattr(self, name)
-            if seconds is not None and (
-                isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf
-            ):
-                raise ConfigurationError(f"Workflow: {name} is {seconds!r}, expected a number above 0, or None.")
 
 
 FLASHEVOLVE: dict[str, Any] = {

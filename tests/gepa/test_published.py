@@ -173,7 +173,7 @@ def test_live_steps_are_a_whole_number_of_at_least_one_or_none(steps: Any) -> No
     assert Workflow(live_steps=None).live_steps is None
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan"), True, "60"])
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), True, "60"])
 def test_a_window_of_the_median_rule_is_a_number_of_seconds(seconds: Any) -> None:
     with pytest.raises(ConfigurationError, match="Workflow: median_seconds is"):
         Workflow(median_seconds=seconds)
