@@ -46,13 +46,6 @@ def test_spent_and_reserved_never_exceed_the_limit_and_nothing_is_lost(
         assert budget.left == limit - budget.spent - budget.reserved
 
 
-def test_a_reservation_that_does_not_fit_is_refused_and_changes_nothing() -> None:
-    budget = Budget(5)
-    assert budget.reserve(6) is None
-    assert (budget.spent, budget.reserved) == (0, 0)
-    assert budget.reserve(5) is not None
-
-
 def test_settling_more_than_is_reserved_is_an_error() -> None:
     reservation = Budget(5).reserve(2)
     assert reservation is not None

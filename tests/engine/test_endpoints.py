@@ -83,18 +83,6 @@ def test_refusals_in_a_row_pause_an_endpoint_and_no_other_and_longer_the_less_is
     run(main)
 
 
-def test_refusals_that_others_sent_between_them_escape_pause_nothing() -> None:
-    bench = Bench()
-
-    async def main() -> None:
-        for _ in range(20):
-            bench.answer("task", 1)
-            bench.refuse("task", REFUSALS_IN_A_ROW - 1)
-        assert bench.pauses == []
-
-    run(main)
-
-
 def test_refusals_that_come_back_sooner_than_the_answers_to_what_was_sent_between_them_pause_nothing() -> None:
     bench = Bench()
 

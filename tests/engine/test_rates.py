@@ -176,20 +176,6 @@ def test_two_runs_on_a_key_share_what_its_headers_say_is_left() -> None:
     run(main)
 
 
-def test_without_a_limit_nothing_waits_and_answers_of_a_cache_use_nothing_up() -> None:
-    async def main() -> None:
-        free = RateLimit(now)
-        for _ in range(1000):
-            await free.admit(1e6, anyio.sleep)
-        limit = known(requests=6, tokens=1000)
-        for _ in range(1000):
-            await limit.admit(10, anyio.sleep)
-            limit.correct(-1.0, -10)
-        assert now() < 10.0
-
-    run(main)
-
-
 def test_a_request_that_costs_more_than_a_minute_holds_up_others_for_a_minute() -> None:
     async def main() -> None:
         limit = known(tokens=1000)
@@ -233,18 +219,5 @@ def test_a_program_that_ends_without_a_request_leaves_room_for_the_next() -> Non
         scheduler.set_room(1, "api")
         for number in range(10):
             await scheduler.run("rollout", Asker(number), anyio.lowlevel.checkpoint)
-
-    run(main)
-
-
-def test_a_request_is_expected_to_cost_what_others_of_its_stage_have_cost() -> None:
-    async def main() -> None:
-        limit = known(tokens=1000)
-        for _ in range(100):
-            limit.record_cost("rollout", 250.0, limit.expected_tokens("rollout"))
-            limit.record_cost("propose", 3000.0, limit.expected_tokens("propose"))
-        assert limit.expected_tokens("rollout") == pytest.approx(250.0)
-        assert limit.expected_tokens("propose") == pytest.approx(3000.0)
-        assert limit.expected_tokens("screen") == pytest.approx(1625.0)
 
     run(main)

@@ -258,26 +258,6 @@ def test_neither_the_wait_for_a_slot_nor_what_the_provider_lets_it_wait_counts()
     assert bench.rollouts.timed_out == 0
 
 
-def test_what_is_left_of_the_time_still_counts_after_a_pause() -> None:
-    bench = Bench(timeout_seconds=5.0)
-
-    async def paused() -> Rollout:
-        slot = current_slot()
-        assert slot is not None
-        await anyio.sleep(2.0)
-        async with slot.released():
-            await anyio.sleep(20.0)
-        await anyio.sleep(3.5)
-        return Rollout("late", 1.0)
-
-    async def main() -> None:
-        with pytest.raises(RolloutUnresolvedError):
-            await bench.rollout(paused, bench.reserved())
-
-    run(main)
-    assert bench.rollouts.timed_out == 3
-
-
 def test_a_metric_that_had_begun_is_paid_and_so_is_the_next_attempt() -> None:
     bench = Bench(timeout_seconds=5.0, limit=2)
 

@@ -223,18 +223,6 @@ def test_a_step_that_got_no_answer_fails_and_failures_in_a_row_give_the_run_up(
     assert failures(10 - 1).run.ended["rejected"] == 1
 
 
-def test_a_step_that_ends_before_it_has_selected_anything_is_counted_all_the_same() -> None:
-    world = World(2)
-
-    async def step(step: Step) -> End:
-        if step.number == 4:
-            raise NothingToDoError
-        return End(EndKind.DISCARDED, "nobody wants it")
-
-    world.evolve(step)
-    assert world.run.ended["discarded"] == 4
-
-
 def test_each_end_is_told_before_another_step_starts_in_its_place() -> None:
     world, order = World(1), list[str]()
 
@@ -296,24 +284,6 @@ def test_a_stop_finishes_what_runs_and_cancels_what_has_selected_nothing_yet() -
     assert (world.run.stop_reason, world.run.outcome) == ("somebody asked", "stopped")
     world.run.stop("too late", "failed")
     assert (world.run.stop_reason, world.run.outcome) == ("somebody asked", "stopped")
-
-
-def test_a_step_that_has_selected_in_the_moment_of_a_stop_never_was() -> None:
-    """It has what it waited for, and has not run since: its cancellation comes after its beginning."""
-    world, selected = World(4), anyio.Event()
-
-    async def step(step: Step) -> End:
-        if step.number == 1:
-            await selected.wait()
-        world.run.begin(step, 0)
-        await world.ask("rollout", step, 5.0)
-        if step.number == 0:
-            selected.set()
-            world.run.stop("somebody asked")
-        return End(EndKind.REJECTED)
-
-    world.evolve(step)
-    assert (world.run.ended["cancelled"], world.run.ended["rejected"]) == (0, 1)
 
 
 def test_no_step_starts_after_max_seconds_and_what_runs_is_finished() -> None:
@@ -633,15 +603,3 @@ def test_a_stop_in_any_moment_ends_a_step_that_still_waits_for_something_to_work
 
     in_virtual_time(lambda: made.run_async(main))
     assert made.ended["rejected"] == 1
-
-
-def test_a_request_that_is_cancelled_by_its_own_code_ends_a_batch_with_an_error_that_says_so() -> None:
-    async def call(index: int, granted: Any) -> int:
-        granted()
-        if index == 1:
-            raise asyncio.CancelledError
-        await anyio.sleep(1)
-        return index
-
-    with pytest.raises(RuntimeError, match="cancelled by its own code"):
-        in_virtual_time(lambda: batch(3, call))

@@ -211,16 +211,6 @@ def test_slots_follow_the_limits_of_those_that_are_there() -> None:
     run(main)
 
 
-def test_another_is_asked_than_the_one_that_has_just_turned_a_request_away() -> None:
-    async def main() -> None:
-        bench = Bench()
-        for name in ("fast", "slow"):
-            last = bench.endpoints.endpoint(name)
-            assert all(bench.begun(but=last)[0] is not last for _ in range(4))
-
-    run(main)
-
-
 def test_one_that_answers_nothing_while_the_other_does_is_not_asked() -> None:
     async def main() -> None:
         bench = Bench()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -125,52 +122,3 @@ def test_run_to_end_works_in_a_script_in_a_thread_and_inside_a_running_loop() ->
         assert seen[2]
         assert seen[1] != threading.main_thread().name
     assert threading.active_count() <= before, "no thread outlives the run"
-
-
-SCRIPT = """
-import asyncio, sys, threading
-from dspy_flashevolve.engine.loop import run_to_end
-
-stopping = threading.Event()
-
-def stop(reason):
-    print("stopping", flush=True)
-    if sys.argv[1] == "drains":
-        stopping.set()
-
-async def main():
-    print("running", flush=True)
-    try:
-        await asyncio.to_thread(stopping.wait, 60)
-        return "drained"
-    except asyncio.CancelledError:
-        print("cancelled", flush=True)
-        stopping.set()
-        raise
-
-try:
-    print(run_to_end(main, stop), flush=True)
-except KeyboardInterrupt:
-    print("KeyboardInterrupt", flush=True)
-"""
-
-
-def interrupted(mode: str, presses: int) -> list[str]:
-    """What a script in a process of its own prints when Ctrl-C is pressed ``presses`` times."""
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, mode], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    lines = [process.stdout.readline().strip()]
-    for _ in range(presses):
-        process.send_signal(signal.SIGINT)
-        lines.append(process.stdout.readline().strip())
-    rest = process.stdout.read().split()
-    assert process.wait(30) == 0
-    return lines + rest
-
-
-def test_the_first_ctrl_c_asks_for_a_stop_and_the_result_is_returned() -> None:
-    assert interrupted("drains", 1) == ["running", "stopping", "drained"]
-
-
-def test_the_second_ctrl_c_cancels_and_raises() -> None:
-    assert interrupted("hangs", 2) == ["running", "stopping", "cancelled", "KeyboardInterrupt"]
