@@ -23,7 +23,7 @@ from benchmarks.models import REPLY_MODELS
 from dspy_flashevolve import AsyncACE, ConfigurationError, DataError, Playbook, Reflective, RunAbortedError
 from dspy_flashevolve.sim import PROFILES, HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from tests.contract.surface import left_threads, steps_of
+from tests.contract.surface import InThread, left_threads, steps_of
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
 
 TASK = HouseRules(rules=12, rules_per_example=4, seed=0, reply_model=REPLY_MODELS["obliging"])
@@ -35,14 +35,10 @@ def compiled(student: dspy.Module | None = None, model: SimulatedModel | None = 
     answering = model or SimulatedModel(seed=0, reply_model=TASK.reply_model)
     playbook, metric = options.pop("playbook", None), options.pop("metric", TASK.metric)
 
-    async def main() -> Any:
-        lm = answering.lm()
-        optimizer = AsyncACE(metric, **{"num_threads": 16, **options})
-        with dspy.context(lm=lm):
-            program = student or TASK.program()
-            return await optimizer.acompile(program, trainset=TRAIN, valset=VAL, playbook=playbook)
-
-    return run(main)
+    optimizer = AsyncACE(metric, **{"num_threads": 16, **options})
+    with dspy.context(lm=answering.lm()):
+        program = student or TASK.program()
+        return run(lambda: optimizer.acompile(program, trainset=TRAIN, valset=VAL, playbook=playbook))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +99,7 @@ def holding(book: Playbook | None, program: Any = None) -> Any:
     """A program that has this playbook, or its own, after a run that learnt nothing."""
     lm = fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))
     with dspy.context(lm=lm):
-        optimizer = AsyncACE(digits, num_threads=2, max_rounds=1)
+        optimizer = AsyncACE(digits, max_rounds=1)
         return optimizer.compile(program or TASK.program(), trainset=examples("t", 1), playbook=book)
 
 
@@ -250,6 +246,18 @@ def test_a_provider_that_is_down_ends_the_run_without_a_score() -> None:
 # Fakes: what language models may write
 
 
+def learning(
+    metric: Any = digits, student: Any = None, train: int = 2, val: int = 0,
+    answer: Callable[[str], str] = lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"),
+    **options: Any,
+) -> Any:  # fmt: skip
+    """A program compiled over one LM; by default each answer is 3, and nothing is learnt."""
+    optimizer = AsyncACE(metric, **{"num_threads": 2, "max_rounds": 1, **options})
+    data = {"trainset": examples("t", train), "valset": examples("v", val) or None}
+    with dspy.context(lm=fake_lm(answer)):
+        return optimizer.compile(student or Chain(), **data)
+
+
 def answered_by(reply: Callable[[str], str], **options: Any) -> Any:
     """A program compiled over an LM that answers tasks well enough and everything else by ``reply``."""
 
@@ -307,17 +315,6 @@ def test_arbitrary_replies_end_in_a_program(seed: int) -> None:
     assert isinstance(program.playbook, Playbook)
 
 
-class Silent(dspy.Module):
-    """Answers in a thread, without an ``aforward``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.predict = dspy.Predict("question -> answer")
-
-    def forward(self, question: str) -> dspy.Prediction:
-        return self.predict(question=question)
-
-
 def test_a_synchronous_program_and_a_metric_without_feedback_are_served() -> None:
     shown: list[str] = []
 
@@ -330,7 +327,7 @@ def test_a_synchronous_program_and_a_metric_without_feedback_are_served() -> Non
     data = [dspy.Example(question=f"q{n}", answer="8").with_inputs("question") for n in range(3)]
     optimizer = AsyncACE(lambda gold, pred: gold.answer == pred.answer, max_rounds=1, num_threads=2)
     with dspy.context(lm=fake_lm(answer, asynchronous=False)):
-        program: Any = optimizer.compile(Silent(), trainset=data)
+        program: Any = optimizer.compile(InThread(), trainset=data)
     assert program.async_stats.samples == 3
     assert all("answer: 7" in prompt and "Expected:\nanswer: 8" in prompt for prompt in shown)
 
@@ -350,9 +347,7 @@ def test_a_program_that_fails_is_reflected_on_and_scores_the_failure_score() -> 
         seen.append(prompt)
         return reply_for(prompt, insight="x", operations="[]")
 
-    optimizer = AsyncACE(digits, num_threads=2, failure_score=-1.0, max_rounds=1)
-    with dspy.context(lm=fake_lm(answer)):
-        program: Any = optimizer.compile(Broken(), trainset=examples("t", 2))
+    program = learning(student=Broken(), answer=answer, failure_score=-1.0)
     assert {snapshot.score for snapshot in program.async_stats.snapshots} == {-1.0}
     assert any("The program failed" in prompt for prompt in seen)
 
@@ -385,9 +380,7 @@ def test_a_reflector_that_always_raises_is_told_once_and_at_the_end(caplog: pyte
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), "0.9", [1]])
 def test_a_score_that_is_no_finite_number_is_a_failure(bad: Any, caplog: pytest.LogCaptureFixture) -> None:
-    optimizer = AsyncACE(lambda gold, pred: bad, num_threads=2, failure_score=-1.0, max_rounds=1)
-    with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
-        program: Any = optimizer.compile(Chain(), trainset=examples("t", 2))
+    program = learning(lambda gold, pred: bad, failure_score=-1.0)
     assert {snapshot.score for snapshot in program.async_stats.snapshots} == {-1.0}
     assert "expected a finite number" in caplog.text
 
@@ -402,8 +395,7 @@ def test_the_reflector_is_told_that_the_metric_raised_and_not_the_program() -> N
     def metric(gold: Any, pred: Any) -> float:
         raise KeyError("unit")
 
-    with dspy.context(lm=fake_lm(answer)):
-        AsyncACE(metric, num_threads=2, max_rounds=1).compile(Chain(), trainset=examples("t", 2))
+    learning(metric, answer=answer)
     told = [prompt for prompt in seen if "[[ ## attempt ## ]]" in prompt]
     assert any("the metric failed: KeyError: 'unit'" in prompt for prompt in told)
     assert not any("The program failed" in prompt for prompt in told)
@@ -432,14 +424,11 @@ def test_a_program_keeps_fields_and_attributes_that_the_optimizer_would_like() -
             return reply_for(prompt, insight="x", operations=operations)
         return reply_for(prompt, answer="3", **fields)
 
-    optimizer = AsyncACE(digits, num_threads=1, max_rounds=1, epochs=2)
-    with dspy.context(lm=fake_lm(answer)):
-        program: Any = optimizer.compile(Occupied(), trainset=examples("t", 2))
+    program = learning(student=Occupied(), answer=answer, num_threads=1, epochs=2)
     assert program.playbook == "the coach's"
     assert isinstance(program.ace_playbook, Playbook)
     told = [prompt for prompt in seen if "[[ ## attempt ## ]]" in prompt]
     assert all("cited_bullets: mine" in prompt and "cited_bullets_3" not in prompt for prompt in told)
-    assert program.async_stats.citations > 0
     assert program.async_stats.citations > 0
 
 
@@ -510,9 +499,7 @@ def test_the_initial_playbook_is_returned_where_learning_only_does_harm() -> Non
             return reply
         return reply_for(prompt, answer="0" if "Harm." in prompt else "5")
 
-    optimizer = AsyncACE(digits, num_threads=2, max_rounds=1, eval_every=1)
-    with dspy.context(lm=fake_lm(answer)):
-        program: Any = optimizer.compile(Chain(), trainset=examples("t", 4))
+    program = learning(train=4, answer=answer, eval_every=1)
     assert (len(program.playbook), program.async_stats.best_version) == (0, 0)
     assert program.async_stats.version >= 1
 
@@ -537,15 +524,9 @@ def test_modules_of_the_users_own_reflect_and_curate() -> None:
 
 
 def adapted(stream: Any, **options: Any) -> Any:
-    model = SimulatedModel(seed=0, reply_model=TASK.reply_model)
-    window = options.pop("window", 12)
-
-    async def main() -> Any:
-        optimizer = AsyncACE(TASK.metric, **{"num_threads": 16, **options})
-        with dspy.context(lm=model.lm()):
-            return await optimizer.aadapt(TASK.program(), stream, window=window)
-
-    return run(main)
+    optimizer = AsyncACE(TASK.metric, **{"num_threads": 16, **options})
+    with dspy.context(lm=SimulatedModel(seed=0, reply_model=TASK.reply_model).lm()):
+        return run(lambda: optimizer.aadapt(TASK.program(), stream, window=12))
 
 
 async def from_afar(count: int) -> AsyncIterator[dspy.Example]:
@@ -591,13 +572,6 @@ def test_a_stream_whose_first_examples_all_fail_goes_on() -> None:
     with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
         program: Any = optimizer.adapt(Chain(), iter(examples("s", 60)), window=20)
     assert [window.score > 0 for window in program.async_stats.windows] == [False, False, True]
-
-
-def test_adapt_works_without_a_loop() -> None:
-    optimizer = AsyncACE(digits, num_threads=2, max_rounds=1)
-    with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
-        program: Any = optimizer.adapt(Chain(), iter(examples("s", 5)), window=2)
-    assert [window.score for window in program.async_stats.windows] == [0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("window", [0, -1, 1.5, True])
@@ -777,9 +751,7 @@ def test_ctrl_c_ends_a_run_with_the_best_program_so_far_and_leaves_no_thread() -
             os.kill(os.getpid(), signal.SIGINT)
         return digits(gold, pred)
 
-    optimizer = AsyncACE(metric, num_threads=2, max_rounds=1, epochs=1000)
-    with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
-        program: Any = optimizer.compile(Chain(), trainset=examples("t", 4), valset=examples("v", 2))
+    program = learning(metric, train=4, val=2, epochs=1000)
     stats: Any = program.async_stats
     assert (stats.outcome, stats.stop_reason) == ("stopped", "interrupted by Ctrl-C")
     assert 0 < stats.samples < 4000

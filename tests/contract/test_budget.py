@@ -42,7 +42,8 @@ WORLDS = st.builds(
     faults=st.sampled_from([0.0, 0.05, 0.3]),
     spread=st.sampled_from([0.0, 9.0, 200.0]),
     predictors=st.integers(1, 3),
-)
+) | st.builds(Rules, seed=st.integers(0, 3), train=st.just(5), val=st.just(6), harmful=st.floats(0, 1))
+"""Children are whole texts, or edits that join."""
 
 
 @settings(max_examples=12)
