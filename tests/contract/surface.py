@@ -210,6 +210,22 @@ def priced(lm: Any) -> Any:
     return lm
 
 
+class Interpreter:
+    """Runs no code, and answers the same to each; ``taken`` gets the code."""
+
+    def __init__(self, said: str = '{"answer": "3"}', taken: list[str] | None = None) -> None:
+        self.tools: dict[str, Any] = {}
+        self._said, self._taken = said, [] if taken is None else taken
+
+    def start(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def execute(self, code: str, variables: Any = None) -> str:
+        self._taken.append(code)
+        return self._said
+
+
 def code_lm() -> dspy.LM:
     """Rewrites code by a harmless comment, so that every proposal is a new candidate."""
 

@@ -29,8 +29,8 @@ from dspy_flashevolve import (
     RunAbortedError,
 )
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from tests.contract.surface import left_threads, steps_of
+from dspy_flashevolve.sim.virtual import SimulatedModel
+from tests.contract.surface import evolved, left_threads, steps_of
 from tests.fakes import fake_lm, reply_for
 
 LAYERS = ("user", "namespaces", "landlock", "seccomp")
@@ -68,17 +68,10 @@ class Watched(InProcessStandIn):
 def search(sandbox: Any = None, train: int = 6, val: int = 8, same: bool = False, **arguments: Any) -> Harness:
     """A search in virtual time; with ``same``, candidates are scored on the trainset."""
     given = {"iterations": 4, "k": 2, "proposers": 2, "num_threads": 8, **arguments}
-
-    async def main() -> Harness:
-        model = given.pop("task_model", None) or SimulatedModel(seed=0, reply_model=TASK.reply_model)
-        lm = model.lm()
-        given.setdefault("proposer_lm", lm)
-        optimizer = AsyncMetaHarness(TASK.metric, sandbox=sandbox or Watched(), **given)
-        with dspy.context(lm=lm):
-            valset = None if same else TASK.valset(val)
-            return await optimizer.acompile(student(), trainset=TASK.trainset(train), valset=valset)
-
-    return run(main)
+    lm = (given.pop("task_model", None) or SimulatedModel(seed=0, reply_model=TASK.reply_model)).lm()
+    made = given.pop("program", None) or student()
+    optimizer = AsyncMetaHarness(TASK.metric, sandbox=sandbox or Watched(), **{"proposer_lm": lm, **given})
+    return evolved(optimizer, made, TASK.trainset(train), None if same else TASK.valset(val), {"lm": lm})
 
 
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
@@ -369,16 +362,7 @@ def test_a_harness_is_saved_and_loaded_with_its_source(tmp_path: Path) -> None:
 def test_the_student_is_not_changed() -> None:
     program = student()
     before = program.dump_state()
-
-    async def main() -> Any:
-        lm = SimulatedModel(seed=0, reply_model=TASK.reply_model).lm()
-        optimizer = AsyncMetaHarness(
-            TASK.metric, sandbox=Watched(), proposer_lm=lm, iterations=2, k=2, proposers=2, num_threads=8
-        )
-        with dspy.context(lm=lm):
-            return await optimizer.acompile(program, trainset=TASK.trainset(4), valset=TASK.valset(4))
-
-    run(main)
+    search(iterations=2, program=program)
     assert program.dump_state() == before
 
 

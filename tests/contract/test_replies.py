@@ -19,7 +19,7 @@ from dspy.teleprompt.gepa import InstructionProposer
 
 from dspy_flashevolve import AsyncGEPA, Reflective
 from dspy_flashevolve.sim.virtual import run
-from tests.contract.surface import check_ends, check_winner
+from tests.contract.surface import check_ends, check_winner, evolved
 from tests.fakes import Chain, examples, fake_lm, hashed
 
 ADAPTERS: dict[str, Any] = {"chat": dspy.ChatAdapter, "json": dspy.JSONAdapter, "xml": dspy.XMLAdapter}
@@ -106,11 +106,7 @@ def compiled(
         metric, max_metric_calls=calls, reflection_lm=lm, seed=seed, num_threads=8, track_stats=True, **more
     )
 
-    async def compile_it() -> Any:
-        with dspy.context(lm=task_lm(seed), adapter=ADAPTERS[adapter]()):
-            return await optimizer.acompile(Chain(predictors), trainset=TRAIN, valset=VAL)
-
-    return run(compile_it)
+    return evolved(optimizer, Chain(predictors), TRAIN, VAL, {"lm": task_lm(seed), "adapter": ADAPTERS[adapter]()})
 
 
 def in_forms(replies: dict[str, Said], by_form: Iterable[str]) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ from gepa.strategies.eval_policy import FullEvaluationPolicy
 from gepa.strategies.proposal_sampling import SingleMutationSampling
 from gepa.strategies.proposal_selection import AllImprovements
 
-from tests.contract.surface import VAL, compiled, text_of
+from tests.contract.surface import VAL, InThread, compiled, text_of
 from tests.fakes import Chain, digits, fake_lm, hashed, reply_for
 
 
@@ -254,18 +254,7 @@ class CoroutineAlone(Alone):
         return digits(gold, pred)
 
 
-class Sync(dspy.Module):
-    """Runs in threads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = dspy.Predict("question -> answer")
-
-    def forward(self, question: str) -> Any:
-        return self.step(question=question)
-
-
-@pytest.mark.parametrize("program", [Chain, Sync])
+@pytest.mark.parametrize("program", [Chain, InThread])
 @pytest.mark.parametrize("metric", [SyncAlone, CoroutineAlone])
 def test_with_metric_lock_the_metric_is_called_once_at_a_time(metric: Any, program: Any) -> None:
     alone, together = metric(), metric()
@@ -313,7 +302,7 @@ class Predictions:
         return Predictions, ()
 
 
-@pytest.mark.parametrize("program", [Chain, Sync])
+@pytest.mark.parametrize("program", [Chain, InThread])
 def test_what_rollouts_leave_behind_is_released_when_their_step_ends(program: Any) -> None:
     watch = Predictions()
     optimized = compiled(160, program(), metric=watch, track_stats=False, gepa_kwargs={"callbacks": [watch]})
