@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +116,21 @@ class Heard:
 
     def of(self, name: str) -> list[Any]:
         return [event for heard, event in self.events if heard == name]
+
+
+@contextlib.contextmanager
+def listening(hear: Callable[[logging.LogRecord], Any], *names: str) -> Iterator[None]:
+    """Call a function with what is logged under these names (default: ours)."""
+    handler = logging.Handler()
+    handler.emit = hear  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in names or ("dspy_flashevolve",)]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 class Sum(dspy.Module):

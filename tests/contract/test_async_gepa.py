@@ -88,11 +88,6 @@ def test_stats_account_for_every_step_and_every_commit() -> None:
     assert stats.proposals_per_minute == pytest.approx(60 * stats.proposals / stats.seconds)
 
 
-def test_best_outputs_are_tracked() -> None:
-    details = compiled(track_best_outputs=True).detailed_results
-    assert set(details.best_outputs_valset) == set(range(len(VAL)))
-
-
 # Programs and metrics
 
 
@@ -255,18 +250,6 @@ def test_the_first_steps_do_not_wait_for_the_seeds_validation() -> None:
     assert min(n for n, question in enumerate(asked) if question.startswith("t")) < seed_validation[-1]
 
 
-def test_lockstep_validates_the_seed_before_anything_else() -> None:
-    asked: list[str] = []
-
-    def answer(prompt: str) -> str:
-        asked.append("t" if "\nt " in prompt else "v")
-        return reply_for(prompt, answer="1")
-
-    with dspy.context(lm=fake_lm(answer)):
-        compiled(60, schedule="lockstep")
-    assert asked[:9] == ["v"] * 9
-
-
 @pytest.mark.parametrize("valset", [VAL, None], ids=["another valset", "one set for both"])
 def test_no_minibatch_score_is_taken_for_a_validation_score(valset: Any) -> None:
     """Training example 3 and validation example 3 share an id in gepa's cache; only lockstep repeats that."""
@@ -404,13 +387,6 @@ def test_none_in_gepa_kwargs_asks_for_nothing() -> None:
 
 
 # What a user may pass
-
-
-@pytest.mark.parametrize("schedule", ["async", "lockstep"])
-def test_the_json_adapter_is_used_where_it_is_set(schedule: Any) -> None:
-    with dspy.context(adapter=dspy.JSONAdapter()):
-        details = compiled(schedule=schedule).detailed_results
-    assert len(details.candidates) > 1
 
 
 def test_tools_of_an_agent_run_side_by_side_though_they_block() -> None:

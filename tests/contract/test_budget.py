@@ -102,6 +102,7 @@ def test_whatever_the_program_the_faults_and_the_schedule_the_budget_holds_and_e
     assert stats.ended.get("cancelled", 0) == 0
     check_winner(details, world.val)
     assert len(stats.commits) == len(details.candidates) - 1
+    assert all(set(scores) == set(range(world.val)) for scores in details.val_subscores)
     assert world.most_running <= slots
     assert stats.peak_slots <= slots
 
@@ -209,20 +210,22 @@ def unspent(calls: int, model: str, predictors: Literal[1, 2] = 1, seed: int = 0
     return calls - made.async_stats.metric_calls
 
 
-@pytest.mark.parametrize("model", ["obliging", "plain", "strong", "rewriting"])
-def test_no_head_is_validated_that_leaves_calls_for_neither_a_step_nor_the_last_heads_validation(model: str) -> None:
-    step = 2 * 3 if model != "rewriting" else 2 * 3 + 10  # a whole text that is better is validated for itself
-    assert unspent(60, model) < step, "two minibatches, and a validation where each child stands for itself"
+STEP, VALIDATION = 2 * 3, 10
 
 
 @pytest.mark.parametrize(
-    ("calls", "model", "predictors", "seed"),
-    [(110, "obliging", 1, 1), (110, "plain", 2, 0), (110, "plain", 1, 2)],
+    ("calls", "model", "predictors", "seed", "most"),
+    [
+        *((60, model, 1, 0, STEP) for model in ("obliging", "plain", "strong")),
+        (60, "rewriting", 1, 0, STEP + VALIDATION),  # a whole text that is better is validated for itself
+        *((110, *run, VALIDATION) for run in (("obliging", 1, 1), ("plain", 2, 0), ("plain", 1, 2))),
+    ],
 )
-def test_calls_kept_for_a_second_validation_pay_steps_where_two_validations_do_not_fit(
-    calls: int, model: str, predictors: Literal[1, 2], seed: int
+def test_no_validation_leaves_calls_that_pay_neither_a_step_nor_another_validation(
+    calls: int, model: str, predictors: Literal[1, 2], seed: int, most: int
 ) -> None:
-    assert unspent(calls, model, predictors, seed) < 10, "a validation"
+    """With 110 calls two more validations do not fit: what was kept for the second one pays steps."""
+    assert unspent(calls, model, predictors, seed) < most
 
 
 class NothingNew(World):

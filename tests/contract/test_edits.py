@@ -18,7 +18,7 @@ from gepa.strategies.proposal_sampling import SameParentSampling
 from dspy_flashevolve import AsyncGEPA
 from tests.contract.surface import check_ends, check_winner, evolved, priced
 from tests.contract.test_replies import field, reply, rules_in, task_lm
-from tests.fakes import CUT_OFF, AsyncFakeEngine, Chain, FakeEngine, examples, fake_lm
+from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, examples, fake_lm
 
 TRAIN, VAL = examples("t", 24), examples("v", 10)
 
@@ -75,19 +75,6 @@ def test_a_prompt_that_has_grown_is_written_anew_and_the_clean_text_is_returned_
         made for made in program.detailed_results.candidates if rules_in(text_of(made)) == rules_in(text_of(program))
     ]
     assert len(alike) == 1, "the grown text, which is no better, is no candidate"
-
-
-@pytest.mark.parametrize("consolidates", [lambda text: "Answer.", lambda text: "", lambda text: "rule " * 9999])
-@pytest.mark.parametrize("calls", [79, 130])
-def test_a_consolidation_that_loses_what_was_learnt_is_not_returned(
-    consolidates: Callable[[str], str], calls: int
-) -> None:
-    """With 79 calls the budget pays one last validation, else two."""
-    reflection = Reflection(consolidates)
-    program = compiled(reflection, calls)
-    assert reflection.consolidated
-    assert len(rules_in(text_of(program))) > 3
-    assert text_of(program) not in map(str.strip, reflection.consolidated)
 
 
 def test_children_that_help_join_without_a_screen_and_all_calls_buy_reflections() -> None:
@@ -155,13 +142,6 @@ def test_with_a_slow_reflection_lm_eight_reflections_are_under_way_within_second
     optimizer = AsyncGEPA(score, max_metric_calls=600, max_seconds=10, reflection_lm=lm, num_threads=32, seed=0)
     evolved(optimizer, Chain(1), TRAIN, VAL, {"lm": task_lm(0)})
     assert sum(seconds < 10 for seconds in engine.asked) >= 8, "virtual time begins with the run"
-
-
-def test_a_few_replies_that_are_cut_off_cost_their_steps_and_nothing_else() -> None:
-    writes, numbers = Reflection(lambda text: text), itertools.count(1)
-    program = compiled(lambda prompt: writes(prompt) + (CUT_OFF if next(numbers) % 4 == 0 else ""))
-    assert program.async_stats.outcome == "finished"
-    assert len(rules_in(text_of(program))) > 2
 
 
 def test_no_text_is_written_anew_once_max_cost_is_spent() -> None:

@@ -571,20 +571,24 @@ def test_no_text_of_others_moves_the_cursor_of_a_log(
 QUOTED = 'pass"word\\with-7\tquotes-é'
 
 
-def test_a_secret_is_found_however_json_spells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a text, in JSON as a tool's arguments are, in JSON within JSON, with and without escapes of other letters."""
+def test_no_secret_stands_in_a_journal_however_json_spells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the environment, of LMs and of the optimizer; in a text, in JSON as a tool's arguments are, in JSON within
+    JSON, with and without escapes of other letters."""
     monkeypatch.setenv("SOME_PASSWORD", QUOTED)
     spellings = [QUOTED]
     for ascii_only in (True, False, True):
         spellings.append(json.dumps({"value": spellings[-1]}, ensure_ascii=ascii_only))
+    reflecting, more = reflection_lm(), ["wandb-0123456789abcdef", "sk-lm-0123456789abcdef"]
+    reflecting.kwargs["api_key"] = more[1]
 
     def leaking(gold: Any, pred: Any, *rest: Any) -> Any:
-        return dspy.Prediction(score=digits(gold, pred).score, feedback=" ".join(spellings))
+        told = [*spellings, *more, "Authorization: Bearer abcdef123456"]
+        return dspy.Prediction(score=digits(gold, pred).score, feedback=" ".join(told))
 
-    compiled(tmp_path, metric=leaking)
+    compiled(tmp_path, metric=leaking, reflection_lm=reflecting, wandb_api_key=more[0])
     written = b"".join(path.read_bytes() for path in tmp_path.glob("journal.sqlite*"))
     assert b"[redacted]" in written
-    for part in (b"quotes-", b"with-7", b'pass"', b"pass\\"):
+    for part in (b"quotes-", b"with-7", b'pass"', b"pass\\", b"wandb-0", b"sk-lm-0", b"abcdef123456"):
         assert part not in written
     assert problems(tmp_path) == []
 
@@ -643,19 +647,6 @@ def damage(path: Path, draw: random.Random) -> str:
     return f"{statement} {values}"
 
 
-def check_damaged(interrupted: Path, tmp_path: Path, seed: int) -> None:
-    run, out = tmp_path / "run", str(tmp_path / "out")
-    shutil.rmtree(run, ignore_errors=True)
-    shutil.copytree(interrupted, run)
-    what = f"{seed}: {damage(run / 'journal.sqlite', random.Random(seed))}"
-    for name, *more in COMMANDS:
-        status, _, complaint = command(name, str(run), *(word.replace("OUT", out) for word in more))
-        assert status in ((0, 1, 3) if name == "check" else (0, 2, 3)), what
-        assert len(complaint.splitlines()) == (status in (2, 3)), what
-    with contextlib.suppress(FlashEvolveError):
-        compiled(run, 90, num_threads=2)
-
-
 def test_what_a_journal_cannot_tell_any_more_is_said_to_be_damaged(interrupted: Path, tmp_path: Path) -> None:
     changes = [
         "DELETE FROM candidates",
@@ -679,15 +670,21 @@ def test_what_a_journal_cannot_tell_any_more_is_said_to_be_damaged(interrupted: 
             compiled(run, 90, num_threads=2)
 
 
-def test_no_damage_of_a_journal_ends_in_an_error_of_another_kind(interrupted: Path, tmp_path: Path) -> None:
-    for seed in range(4):
-        check_damaged(interrupted, tmp_path, seed)
-
-
-@pytest.mark.long
-def test_no_damage_of_many_ends_in_an_error_of_another_kind(interrupted: Path, tmp_path: Path) -> None:
-    for seed in range(4, 100):
-        check_damaged(interrupted, tmp_path, seed)
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 100), marks=pytest.mark.long)], ids=["few", "many"])
+def test_no_damage_of_a_journal_ends_in_an_error_of_another_kind(
+    interrupted: Path, tmp_path: Path, seeds: range
+) -> None:
+    run, out = tmp_path / "run", str(tmp_path / "out")
+    for seed in seeds:
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(interrupted, run)
+        what = f"{seed}: {damage(run / 'journal.sqlite', random.Random(seed))}"
+        for name, *more in COMMANDS:
+            status, _, complaint = command(name, str(run), *(word.replace("OUT", out) for word in more))
+            assert status in ((0, 1, 3) if name == "check" else (0, 2, 3)), what
+            assert len(complaint.splitlines()) == (status in (2, 3)), what
+        with contextlib.suppress(FlashEvolveError):
+            compiled(run, 90, num_threads=2)
 
 
 @pytest.mark.parametrize("name", ["gepa_state.bin", "candidates.json", "generated_best_outputs_valset"])

@@ -6,20 +6,18 @@ request matters it is a server of OpenAI's form.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import dspy
 import json_repair
 import pytest
-from aiohttp import web
 from dspy import lm15
 
 from dspy_flashevolve import AsyncACE, AsyncGEPA, Reflective, RunAbortedError
+from tests.broken_server import BrokenServer
 from tests.contract.surface import Heard, check_ends, evolved, text_of
 from tests.contract.test_replies import field, reply, rules_in, task_lm
 from tests.fakes import CUT_OFF, Chain, examples, fake_lm
@@ -275,7 +273,7 @@ VLLM = {"message": "This model's maximum context length is 4096 tokens. However,
 LLAMA = {"message": "the request exceeds the available context size", "type": "exceed_context_size_error"}
 
 
-class SmallContext:
+class SmallContext(BrokenServer):
     """A server whose model has a context of so many characters; answers requests for edits, and notes how many examples
     each one shows.
 
@@ -284,46 +282,17 @@ class SmallContext:
     """
 
     def __init__(self, characters: int, error: dict[str, Any]) -> None:
+        super().__init__(self._answers)
         self.asked, self.refused = list[int](), 0
         self._characters, self._error = characters, error
-        self._loop, self._ready = asyncio.new_event_loop(), threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
 
-    async def _answer(self, request: web.Request) -> web.Response:
-        prompt = "\n".join(message["content"] for message in (await request.json())["messages"])
-        is_too_long = len(prompt) > self._characters
+    def _answers(self, request: str) -> str:
+        prompt = "\n".join(message["content"] for message in json.loads(request)["messages"])
         self.asked.append(prompt.count("needs rules."))
-        self.refused += is_too_long
-        if is_too_long:
-            return web.json_response({"error": {"type": "invalid_request_error", **self._error}}, status=400)
-        message = {"role": "assistant", "content": edits(len(self.asked))}
-        choices = [{"index": 0, "finish_reason": "stop", "message": message}]
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        return web.json_response({"id": "1", "object": "chat.completion", "model": "m", "created": 1,
-                                  "choices": choices, "usage": usage})  # fmt: skip
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        application = web.Application()
-        application.router.add_post("/v1/chat/completions", self._answer)
-        runner = web.AppRunner(application)
-        self._loop.run_until_complete(runner.setup())
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        self._loop.run_until_complete(site.start())
-        self.address = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        self._ready.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
-
-    def __enter__(self) -> SmallContext:
-        self._thread.start()
-        self._ready.wait()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if len(prompt) <= self._characters:
+            return edits(len(self.asked))
+        self.refused += 1
+        return json.dumps({"error": {"type": "invalid_request_error", **self._error}})
 
 
 def wordy(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
@@ -331,7 +300,7 @@ def wordy(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_t
 
 
 def over_http(server: SmallContext, calls: int = 150, **options: Any) -> Any:
-    lm = dspy.LM("openai/m", api_base=server.address, api_key="none", cache=False, num_retries=0)
+    lm = server.lm("chosen", "auto")
     optimizer = AsyncGEPA(
         wordy, max_metric_calls=calls, reflection_lm=lm, num_threads=1, track_stats=True, reflection_minibatch_size=8,
         **options,

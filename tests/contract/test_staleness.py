@@ -359,19 +359,11 @@ def unread() -> dspy.Module:
     return module
 
 
-NOTHING = "the reply changes nothing"
 USELESS: dict[str, tuple[Any, str]] = {
     "no format": (unread, "steps[0]: AdapterParseError"),
     "it raises": (lambda: Saying(lambda head, _: ValueError("no idea")), "no idea"),
     "nothing": (lambda: Saying(lambda head, _: None), "AttributeError"),
-    "neither text nor verdict": (lambda: Saying(lambda head, _: dspy.Prediction(texts={}, verdicts=[])), NOTHING),
-    "the head's text, and no verdicts": (
-        lambda: Saying(lambda head, _: dspy.Prediction(texts=dict(head), verdicts=[])), NOTHING
-    ),
-    "orthogonal, and no text": (lambda: saying("orthogonal"), NOTHING),
-    "an unknown verdict": (lambda: saying("excellent"), NOTHING),
     "half a character": (lambda: saying("orthogonal", "\ud800"), "not valid Unicode"),
-    "far too long": (lambda: saying("orthogonal", "and so on " * 1000), "longer than all that it was made from"),
     "the seed's text": (lambda: saying("orthogonal", "0.3 seed 0"), ""),
     "no answer": (lambda: Saying(lambda head, _: LMRateLimitError("slow down", model="simulated")), "slow down"),
 }  # fmt: skip

@@ -31,6 +31,7 @@ from tests.contract.surface import (
     InThread,
     check_ends,
     left_threads,
+    listening,
     on,
     optimizer,
     priced,
@@ -418,14 +419,6 @@ def test_sys_exit_in_a_handler_of_the_users_cancels_the_run_and_saves_it(tmp_pat
     assert left_threads() == []
 
 
-class Again(logging.Handler):
-    """Presses Ctrl-C once more when the run has said that it drains."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "A second time cancels" in record.getMessage():
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_the_second_ctrl_c_does_not_wait_for_a_program_that_blocks_its_thread() -> None:
     calls, released, pressing = [], threading.Event(), press(signal.SIGINT)
 
@@ -437,16 +430,18 @@ def test_the_second_ctrl_c_does_not_wait_for_a_program_that_blocks_its_thread() 
                 released.wait(60)
             return super().forward(question)
 
-    one, again, logger = optimizer(ENDLESS), Again(), logging.getLogger("dspy_flashevolve")
-    logger.addHandler(again)
+    def press_again(record: logging.LogRecord) -> None:
+        if "A second time cancels" in record.getMessage():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    one = optimizer(ENDLESS)
     try:
-        with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
+        with listening(press_again), pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
             one.compile(Blocks(), trainset=TRAIN, valset=VAL)
         assert not released.is_set()
         best: Any = one.best_so_far()
         assert best.async_stats.outcome == "aborted"
     finally:
-        logger.removeHandler(again)
         released.set()
     assert left_threads() == [], "the thread ends with the call that blocked it"
 

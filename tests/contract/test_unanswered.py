@@ -17,6 +17,7 @@ from typing import Any
 
 import anyio
 import dspy
+import httpx
 import pytest
 from dspy.lm15 import Message, Request, Response, TextPart, Usage
 from dspy.utils.exceptions import LMRateLimitError, LMServerError, LMTimeoutError
@@ -35,6 +36,7 @@ from tests.contract.surface import (
     check_ends,
     check_winner,
     compiled,
+    listening,
     on,
     optimizer,
     problems,
@@ -218,33 +220,21 @@ def gone_after(requests: int, back_after: float = float("inf")) -> tuple[dspy.LM
     return fake_lm(choose), answered
 
 
-class Said(logging.Handler):
-    """Keeps when something was logged, in seconds of the loop."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[tuple[float, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append((now(), record.getMessage()))
-
-
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
 def test_a_provider_that_is_gone_is_told_at_once_and_given_up_within_a_minute(schedule: Any) -> None:
-    (lm, answered), said = gone_after(60), Said()
-    log = logging.getLogger("dspy_flashevolve")
-    log.addHandler(said)
-    try:
-        with dspy.context(lm=lm):
-            details = simulated(ENDLESS, Slow(), schedule=schedule, reflection_lm=lm).detailed_results
-    finally:
-        log.removeHandler(said)
+    (lm, answered), said = gone_after(60), list[float]()
+
+    def hear(record: logging.LogRecord) -> None:
+        if "does not answer" in record.getMessage():
+            said.append(now())
+
+    with dspy.context(lm=lm), listening(hear):
+        details = simulated(ENDLESS, Slow(), schedule=schedule, reflection_lm=lm).detailed_results
     stats = details.async_stats
     assert stats.outcome == "failed"
     assert "has answered nothing for" in stats.stop_reason
     if schedule == "async":
-        first = min(seconds for seconds, line in said.lines if "does not answer" in line)
-        assert first <= answered[-1] + 1 + 2, "a second of the program, and two"
+        assert said[0] <= answered[-1] + 1 + 2, "a second of the program, and two"
     assert stats.seconds <= answered[-1] + 1 + 62
     check_winner(details)
     check_ends(stats)
@@ -510,10 +500,27 @@ def test_a_reflection_or_a_repair_that_drips_is_given_up_and_asked_again(word: s
     assert bool(word) == (stats.integration_calls > 0)
 
 
+class ByParallel(Chain):
+    def forward(self, question: str) -> dspy.Prediction:
+        pairs = [(self.steps[0], {"question": f"{question} {number}"}) for number in range(2)]
+        answers: Any = dspy.Parallel(num_threads=2, disable_progress_bar=True)(pairs)
+        return dspy.Prediction(answer=" ".join(one.answer for one in answers))
+
+
+class OnItsOwnLoop(Chain):
+    def forward(self, question: str) -> dspy.Prediction:
+        return dspy.Prediction(answer=asyncio.run(self.steps[0].acall(question=question)).answer)
+
+
+TIMEOUTS = {"seconds": {"timeout": 3.0}, "httpx": {"timeout": httpx.Timeout(3.0), "engine": "litellm"}}
+
+
+@pytest.mark.parametrize("timeout", TIMEOUTS)
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
-@pytest.mark.parametrize("program", [Chain, InThread])
-def test_a_rollout_that_drips_is_given_up_and_asked_again(program: Any, schedule: str) -> None:
-    with BrokenServer(dripping_first()) as server, dspy.context(lm=server.lm("chosen", timeout=3.0)):
+@pytest.mark.parametrize("program", [Chain, InThread, ByParallel, OnItsOwnLoop])
+def test_a_rollout_that_drips_is_given_up_and_asked_again(program: Any, schedule: str, timeout: str) -> None:
+    """In threads and on loops of the program's own, too."""
+    with BrokenServer(dripping_first()) as server, dspy.context(lm=server.lm("chosen", **TIMEOUTS[timeout])):
         details = compiled(30, program(), metric=lambda *_: 0.5, schedule=schedule).detailed_results
     assert details.async_stats.retried_requests >= 1
     assert list(details.val_subscores[0].values()) == [0.5] * len(VAL)

@@ -41,14 +41,6 @@ def test_a_proposal_that_no_program_can_be_built_with_fails_its_step(text: Any, 
     assert all(why in reason for reason in stats.end_reasons if reason.startswith("reflection failed"))
 
 
-def test_a_proposer_whose_every_text_is_useless_ends_the_run_with_its_error() -> None:
-    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> Any:
-        return dict.fromkeys(components_to_update)
-
-    with pytest.raises(TypeError, match="is None, expected a text"):
-        compiled(160, instruction_proposer=proposer)
-
-
 class Pooled(dspy.Module):
     """Calls its predictor in a thread of its own, which dspy does not trace."""
 
