@@ -71,17 +71,22 @@ def called(*arguments: Any, **options: Any) -> Any:
     CALLED.append("a function")
 
 
+def noted(name: str, result: Any = None) -> Any:
+    """A method that notes that it was called."""
+
+    def method(*arguments: Any, **options: Any) -> Any:
+        CALLED.append(name)
+        return result
+
+    return method
+
+
 class Watching(type):
     """A class that notes it when it is called, written to or subscribed."""
 
-    def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        CALLED.append(f"{cls.__name__}()")
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        CALLED.append(f"{cls.__name__}.{name} =")
-
-    def __class_getitem__(cls, item: Any) -> Any:
-        CALLED.append(f"{cls.__name__}[]")
+    __call__ = noted("()")
+    __setattr__ = noted("=")
+    __class_getitem__ = noted("[]")
 
 
 class Watched:
@@ -91,29 +96,13 @@ class Watched:
         CALLED.append(f"{cls.__name__}.__new__")
         return object.__new__(cls)
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        CALLED.append("__init__")
-
-    def __class_getitem__(cls, item: Any) -> Any:
-        CALLED.append("__class_getitem__")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        CALLED.append("__setattr__")
-
-    def __setstate__(self, state: Any) -> None:
-        CALLED.append("__setstate__")
-
-    def __hash__(self) -> int:
-        CALLED.append("__hash__")
-        return 1
-
-    def __del__(self) -> None:
-        CALLED.append("__del__")
-
-    def append(self, value: Any) -> None:
-        CALLED.append("append")
-
-    extend = add = update = __setitem__ = append
+    __init__ = noted("__init__")
+    __class_getitem__ = noted("__class_getitem__")
+    __setattr__ = noted("__setattr__")
+    __setstate__ = noted("__setstate__")
+    __hash__ = noted("__hash__", 1)
+    __del__ = noted("__del__")
+    append = extend = add = update = __setitem__ = noted("append")
 
 
 @dataclass(init=False, unsafe_hash=False)
@@ -126,37 +115,20 @@ class Guarded:
     """Plain data, whose construction is code."""
 
     field: Any = None
-
-    def __post_init__(self) -> None:
-        CALLED.append("__post_init__")
-
-    def append(self, value: Any) -> None:
-        CALLED.append("append")
-
-    extend = add = update = __setitem__ = append
-
-    def __hash__(self) -> int:
-        CALLED.append("__hash__")
-        return 1
+    __post_init__ = noted("__post_init__")
+    __hash__ = noted("__hash__", 1)
+    append = extend = add = update = __setitem__ = noted("append")
 
 
 class GuardedModel(BaseModel):
     field: Any = None
-
-    def model_post_init(self, context: Any) -> None:
-        CALLED.append("model_post_init")
-
-    def __class_getitem__(cls, item: Any) -> Any:
-        CALLED.append("__class_getitem__")
-
-    def __hash__(self) -> int:
-        CALLED.append("__hash__")
-        return 1
+    model_post_init = noted("model_post_init")
+    __class_getitem__ = noted("__class_getitem__")
+    __hash__ = noted("__hash__", 1)
 
 
 class GuardedExample(dspy.Example):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        CALLED.append("__init__")
+    __init__ = noted("__init__")
 
 
 class GuardedPair(NamedTuple("Pair", [("left", Any), ("right", Any)])):
@@ -164,9 +136,7 @@ class GuardedPair(NamedTuple("Pair", [("left", Any), ("right", Any)])):
         CALLED.append("__new__")
         return tuple.__new__(cls, arguments)
 
-    def __hash__(self) -> int:
-        CALLED.append("__hash__")
-        return 1
+    __hash__ = noted("__hash__", 1)
 
 
 class GuardedChoice(Enum):

@@ -300,6 +300,7 @@ def test_the_second_one_saves_every_commit_and_raises_keyboard_interrupt(number:
     assert result["threads"] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "kind", "number", "sign"),
     [

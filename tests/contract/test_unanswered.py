@@ -493,7 +493,7 @@ def dripping_first(word: str = "") -> Callable[[str], str]:
 )
 def test_a_reflection_or_a_repair_that_drips_is_given_up_and_asked_again(word: str, options: dict[str, Any]) -> None:
     with BrokenServer(dripping_first(word)) as server:
-        stats = compiled(90, reflection_lm=server.lm("chosen", timeout=3.0), **options).async_stats
+        stats = compiled(90, reflection_lm=server.lm("chosen", timeout=2.0), **options).async_stats
     assert stats.retried_requests >= 1
     assert stats.ended["failed"] == 0
     assert stats.proposals > 0
@@ -512,7 +512,7 @@ class OnItsOwnLoop(Chain):
         return dspy.Prediction(answer=asyncio.run(self.steps[0].acall(question=question)).answer)
 
 
-TIMEOUTS = {"seconds": {"timeout": 3.0}, "httpx": {"timeout": httpx.Timeout(3.0), "engine": "litellm"}}
+TIMEOUTS = {"seconds": {"timeout": 2.0}, "httpx": {"timeout": httpx.Timeout(2.0), "engine": "litellm"}}
 
 
 @pytest.mark.parametrize("timeout", TIMEOUTS)
@@ -541,7 +541,7 @@ def test_an_lm_call_of_a_metric_that_drips_is_given_up_with_the_metric_and_the_r
             dspy.settings.lm("Is it right?")
         return digits(gold, pred)
 
-    with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen", timeout=3.0)):
+    with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen", timeout=2.0)):
         stats = compiled(30, metric=metric).async_stats
     assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
     assert len(judged) == stats.metric_calls + 1
