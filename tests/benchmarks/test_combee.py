@@ -87,14 +87,6 @@ async def test_one_map_a_group_and_one_reduce_a_component(asynchronous: bool) ->
     assert shown == [True] * 4 + [False], "the reduce reads every proposal"
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-async def test_three_records_are_reflected_on_once_without_a_reduce(asynchronous: bool) -> None:
-    model = Model()
-    assert (await proposed(asynchronous, model, 3, ["p"]))["p"].startswith("mapped")
-    assert (len(model.maps), len(model.reduces)) == (1, 0)
-    assert dealt(model.maps[0]) == {"0": 1, "1": 1, "2": 1}
-
-
 def test_dspy_gepa_takes_it_as_its_instruction_proposer() -> None:
     model = Model()
     settings: dict[str, Any] = {"max_metric_calls": 40, "reflection_minibatch_size": 4, "num_threads": 1}

@@ -15,7 +15,6 @@ import dspy
 import pytest
 
 from benchmarks import file_lm
-from benchmarks.local_http import serving
 from benchmarks.methods import Limits, Method, Workload
 from benchmarks.models import reply_model_named
 from benchmarks.run import main, standard_error
@@ -64,17 +63,6 @@ def test_the_student_knows_what_its_instruction_says_and_nothing_else() -> None:
     told = "Answer with the exact code.\n- K10: sneezing, eyes water.\n- K11: throbbing headache."
     assert student.answer(told, "I have a throbbing headache") == "K11"
     assert student.answer(told, "My eyes water, I am sneezing") == "K10"
-
-
-def test_the_student_answers_dspys_requests_over_http() -> None:
-    student = TextStudent(EXAMPLES)
-    with serving(student.reply) as base:
-        lm = dspy.LM("openai/text-student", api_base=base, api_key="none", cache=False)
-        program = dspy.Predict(
-            dspy.Signature("question -> answer", "Answer with the code.\n- K11: throbbing headache.")
-        )
-        with dspy.context(lm=lm):
-            assert program(question="a throbbing headache").answer == "K11"
 
 
 # The model whose replies are files

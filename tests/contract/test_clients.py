@@ -22,6 +22,7 @@ from dspy.utils.callback import BaseCallback
 from dspy_flashevolve import AsyncACE, AsyncGEPA, AsyncMetaHarness
 from tests.broken_server import BrokenServer
 from tests.contract.surface import TRAIN, VAL, InThread, compiled, evolved, optimizer
+from tests.contract.test_unanswered import answer as replies
 from tests.fakes import (
     AsyncFakeEngine,
     Chain,
@@ -126,8 +127,7 @@ def test_what_wraps_the_calls_of_lms_between_two_runs_sees_those_of_the_second_a
 
     def answer(prompt: str) -> str:
         prompts.append(prompt)
-        number = hashed(prompt)
-        return reply_for(prompt, answer=str(number % 7), new_instruction=f"Instruction {number}")
+        return replies(prompt)
 
     def requests_of_a_run() -> int:
         before = len(prompts)
@@ -160,8 +160,7 @@ def test_a_failure_inside_of_a_200_is_asked_again_of_task_and_reflection_lm_and_
     def choose(asker: str, request: str) -> str:
         if failures[asker]:
             return failures[asker].pop()
-        number = hashed(request)
-        return reply_for("", answer=str(1 + number % 6), new_instruction=f"Instruction {number}")
+        return replies(request.replace("JSON", ""))
 
     task, reflection = (BrokenServer(functools.partial(choose, asker)) for asker in failures)
     with task, reflection, dspy.context(lm=task.lm("chosen")):
@@ -250,8 +249,7 @@ def test_with_dspys_cache_no_request_is_paid_twice_whoever_runs_a_text_on_an_exa
 
     def answer(prompt: str) -> str:
         requests[prompt] += 1
-        number = hashed(prompt)
-        return reply_for(prompt, answer=str(number % 7), new_instruction=f"Instruction {number}")
+        return replies(prompt)
 
     class Slow(AsyncFakeEngine):
         async def complete(self, request: Any) -> Any:

@@ -384,6 +384,17 @@ def test_a_checkpoint_with_every_kind_of_data_is_gone_on_from(tmp_path: Path, mo
             assert (type(more), repr(more)) == (type(expected), repr(expected))
 
 
+def test_outputs_that_json_does_not_have_end_no_run(tmp_path: Path) -> None:
+    """gepa writes the best outputs into the directory, those of the seed before anything else."""
+    student, calls = Answering({(1, 2): "keys that are no text"}), [40, 150]
+    first, again = (
+        compiled(tmp_path, number, student=student, track_best_outputs=True).detailed_results for number in calls
+    )
+    assert again.total_metric_calls > first.total_metric_calls
+    assert all(found[0][1].answer for found in again.best_outputs_valset.values())
+    assert problems(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -41,6 +41,7 @@ from tests.contract.surface import (
     raising,
     simulated,
 )
+from tests.contract.test_unanswered import Slow
 from tests.fakes import Chain, digits, fake_lm, hashed, reply_for
 
 
@@ -188,11 +189,6 @@ def test_the_burst_of_a_whole_backend_is_waited_out() -> None:
             return LMRateLimitError("429", retry_after=20.0 - now)
         return None
 
-    class Slow(Chain):
-        async def aforward(self, question: str) -> dspy.Prediction:
-            await asyncio.sleep(1)
-            return await super().aforward(question)
-
     with dspy.context(lm=raising(choose)):
         details = simulated(60, Slow()).detailed_results
     assert refused
@@ -203,7 +199,7 @@ def test_the_burst_of_a_whole_backend_is_waited_out() -> None:
 def test_rollouts_that_take_too_long_are_given_up_and_asked_again() -> None:
     slow = {"v 3": 2, "t 1": 1}
 
-    class Slow(Chain):
+    class Stuck(Chain):
         async def aforward(self, question: str) -> dspy.Prediction:
             left = slow.get(question, 0)
             slow[question] = left - 1
@@ -211,7 +207,7 @@ def test_rollouts_that_take_too_long_are_given_up_and_asked_again() -> None:
             return await super().aforward(question)
 
     with dspy.context(lm=raising(lambda number: None)):
-        details = simulated(50, Slow(), workflow=Workflow(rollout_timeout_seconds=30)).detailed_results
+        details = simulated(50, Stuck(), workflow=Workflow(rollout_timeout_seconds=30)).detailed_results
     stats = details.async_stats
     assert stats.timed_out_rollouts == 3
     assert min(scores_of(details)) > 0
@@ -276,16 +272,8 @@ def test_a_program_that_raises_or_cancels_itself_scores_the_failure_score() -> N
 
 
 def test_a_reflection_that_fails_for_a_while_is_asked_again_and_one_that_raises_fails_its_step() -> None:
-    asked = 0
-
-    def reflect(prompt: str) -> str:
-        nonlocal asked
-        asked += 1
-        if asked % 2:
-            raise LMServerError("503")
-        return reply_for(prompt, new_instruction=f"Instruction {hashed(prompt) % 100_000}")
-
-    stats = simulated(50, reflection_lm=fake_lm(reflect)).async_stats
+    reflecting = raising(lambda number: LMServerError("503") if number % 2 else None)
+    stats = simulated(110, reflection_lm=reflecting).async_stats
     assert stats.retried_requests > 0
     assert stats.ended.get("failed", 0) == 0
     assert stats.ended["committed"] > 0
@@ -300,16 +288,7 @@ def test_a_reflection_that_fails_for_a_while_is_asked_again_and_one_that_raises_
 
 @pytest.mark.parametrize("locked", [False, True])
 def test_a_judge_that_is_rate_limited_is_asked_again(locked: bool) -> None:
-    asked = 0
-
-    def answer(prompt: str) -> str:
-        nonlocal asked
-        asked += 1
-        if hashed(asked) % 3 == 0:
-            raise LMRateLimitError("429")
-        return reply_for(prompt, answer="yes")
-
-    judge = fake_lm(answer)
+    judge = raising(lambda number: LMRateLimitError("429") if hashed(number) % 3 == 0 else None)
 
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
         judge("is it right?")

@@ -22,16 +22,8 @@ from dspy_flashevolve.programs.servers import BalancedLM
 from dspy_flashevolve.sim.quota import Counting, Quota, QuotaCounter
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import TRAIN, VAL, check_ends, check_winner, optimizer
-from tests.fakes import Chain, FakeEngine, fake_lm, hashed, reply_for
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def answer(prompt: str) -> str:
-    """A reply whose score is above 0."""
-    return reply_for(prompt, answer=str(1 + hashed(prompt) % 6), new_instruction=f"Instruction {hashed(prompt)}")
+from tests.contract.test_unanswered import answer, now
+from tests.fakes import Chain, FakeEngine, fake_lm, hashed
 
 
 class Slow(Chain):

@@ -299,45 +299,6 @@ def test_a_checkpoint_with_gepas_cache_is_gone_on_from(tmp_path: Path, first: An
     assert details.total_metric_calls > state["total_num_evals"]
 
 
-def test_outputs_that_json_does_not_have_end_no_run(tmp_path: Path) -> None:
-    """gepa writes the best outputs into the directory, those of the seed before anything else."""
-    student, calls = Told({(1, 2): "keys that are no text"}), [40, 150]
-    details = [
-        compiled(tmp_path, student=student, calls=number, track_best_outputs=True).detailed_results for number in calls
-    ]
-    assert details[1].total_metric_calls > details[0].total_metric_calls
-    assert all(found[0][1].answer for found in details[1].best_outputs_valset.values())
-    assert problems(tmp_path) == []
-
-
-def test_a_checkpoint_with_code_is_read_where_that_was_asked_for(tmp_path: Path) -> None:
-    """cloudpickle writes a function into it, as it does with classes of a script."""
-    tracked = {"track_best_outputs": True, "student": Told(), "gepa_kwargs": {"use_cloudpickle": True}}
-    compiled(tmp_path, calls=40, **tracked)
-    refused(tmp_path, "it names cloudpickle.*use_cloudpickle", **{**tracked, "gepa_kwargs": {}}, metric=digits)
-    details = compiled(tmp_path, calls=60, **tracked).detailed_results
-    assert details.best_outputs_valset[0][0][1].more() == "called"
-
-
-class Told(dspy.Module):
-    """Returns something beside its answer; by default a function."""
-
-    def __init__(self, more: Any = None) -> None:
-        super().__init__()
-        self.more = more
-        self.step = dspy.Predict("question -> answer")
-
-    async def aforward(self, question: str) -> dspy.Prediction:
-        done = await self.step.acall(question=question)
-        return self.told(done.answer)
-
-    def forward(self, question: str) -> dspy.Prediction:
-        return self.told(self.step(question=question).answer)
-
-    def told(self, answer: str) -> dspy.Prediction:
-        return dspy.Prediction(answer=answer, more=self.more or (lambda: "called"))
-
-
 @pytest.mark.parametrize("awaited", [False, True])
 def test_a_tracker_that_cannot_begin_leaves_the_directory_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, awaited: bool

@@ -246,21 +246,16 @@ def test_a_patched_child_has_to_beat_what_it_was_patched_onto_and_repairs_that_h
 def test_while_a_provider_does_not_answer_repairs_are_left_out_and_asked_for_again_afterwards() -> None:
     asked: list[float] = []
 
-    class Away(dspy.Module):
-        async def aforward(self, head: Any, children: Any, **_: Any) -> Any:
-            asked.append(asyncio.get_running_loop().time())
-            if 30 < asked[-1] < 170:
-                raise LMRateLimitError("slow down", model="simulated")
-            best = min(0.85, quality(head[next(iter(children[0].texts))]) + 0.02)
-            return dspy.Prediction(
-                texts={name: f"{best:.3f} patched {len(asked)}" for name in children[0].texts}, verdicts=[]
-            )
+    def away(head: dict[str, str], children: Any) -> Any:
+        asked.append(asyncio.get_running_loop().time())
+        if 30 < asked[-1] < 170:
+            return LMRateLimitError("slow down", model="simulated")
+        best = min(0.85, quality(head[next(iter(children[0].texts))]) + 0.02)
+        return dspy.Prediction(texts=dict.fromkeys(children[0].texts, f"{best:.3f} patched {len(asked)}"), verdicts=[])
 
     world = World(train=30, val=30, score=lambda text, question: quality(text))
-    play(
-        world, None, max_seconds=300, num_threads=32, search="pareto", staleness=EACH,
-        stale_candidate_reflection=Away(),
-    )  # fmt: skip
+    options = {"search": "pareto", "staleness": EACH, "stale_candidate_reflection": Saying(away)}
+    play(world, None, max_seconds=300, num_threads=32, **options)
     assert [second for second in asked if second <= 30]
     assert [second for second in asked if second >= 170]
 
@@ -293,19 +288,17 @@ class EverySecond:
 def test_no_repair_is_asked_for_once_the_last_head_is_being_validated() -> None:
     asked: list[float] = []
 
-    class Asked(dspy.Module):
-        async def aforward(self, head: Any, children: Any, **_: Any) -> Any:
-            asked.append(asyncio.get_running_loop().time())
-            [child] = children
-            added = {name: set(text.splitlines()) - set(head[name].splitlines()) for name, text in child.texts.items()}
-            texts = {name: "\n".join([head[name], *sorted(lines)]) for name, lines in added.items()}
-            return dspy.Prediction(texts=texts, verdicts=[SimpleNamespace(child=1, verdict="orthogonal", reason="so")])
+    def adding(head: dict[str, str], children: Any) -> Any:
+        asked.append(asyncio.get_running_loop().time())
+        [child] = children
+        added = {name: set(text.splitlines()) - set(head[name].splitlines()) for name, text in child.texts.items()}
+        texts = {name: "\n".join([head[name], *sorted(lines)]) for name, lines in added.items()}
+        return dspy.Prediction(texts=texts, verdicts=[SimpleNamespace(child=1, verdict="orthogonal", reason="so")])
 
     world = Timed(train=30, val=40, reflection_seconds=15.0, helps=0.05)
     world.began = {}
-    program = play(
-        world, None, max_seconds=60, num_threads=20, staleness=EverySecond(), stale_candidate_reflection=Asked()
-    )
+    options = {"staleness": EverySecond(), "stale_candidate_reflection": Saying(adding)}
+    program = play(world, None, max_seconds=60, num_threads=20, **options)
     check_ends(program.async_stats)
     last = program.detailed_results.candidates[-1].steps[0].signature.instructions
     assert len(asked) > 5
@@ -330,11 +323,8 @@ def test_a_repair_that_was_paid_is_read_again_when_the_run_goes_on_though_its_ch
         asked.extend(children[0].texts.values())
         return patching(head, children)
 
-    options: dict[str, Any] = {
-        "search": "pareto",
-        "stale_candidate_reflection": Saying(patching_counted),
-        "log_dir": str(tmp_path),
-    }
+    saying_so = {"stale_candidate_reflection": Saying(patching_counted)}
+    options: dict[str, Any] = {"search": "pareto", "log_dir": str(tmp_path), **saying_so}
     with pytest.raises(RunAbortedError, match="no such key"):
         play(Refused(), 100, staleness=EACH, **options)
     [(paid,)] = sql(tmp_path, "SELECT COUNT(*) FROM replies WHERE stage = 'integrate'")

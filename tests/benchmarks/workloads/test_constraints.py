@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.workloads import constraints, ifbench
-from benchmarks.workloads.constraints import NLTK_DATA, can_judge, kinds_without_data, verify
+from benchmarks.workloads.constraints import can_judge, verify
 from tests.benchmarks.workloads.conftest import REAL_FOLDER
 
 pytest.importorskip("if_verifiable", reason="if-verifiable judges the constraints, on Python 3.11 or newer")
@@ -18,25 +16,6 @@ nltk = pytest.importorskip("nltk")
 
 OFFICIAL_VERDICTS = REAL_FOLDER / "ifbench/official_verdicts.jsonl"
 KEYWORDS = {"keyword1": "kite", "keyword2": "pond", "keyword3": "fern", "keyword4": "mule", "keyword5": "drum"}
-
-
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """A process that has not asked yet what nltk has."""
-    caches = (kinds_without_data, constraints._checkers)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-
-
-@pytest.fixture
-def nltk_folder(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, the only one in which nltk looks for its data."""
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    monkeypatch.setattr(constraints, "_data_in_packages", list)
-    return tmp_path
 
 
 def judge(response: str, kind: str, arguments: dict[str, Any] | None = None) -> constraints.Verdict:
@@ -115,16 +94,6 @@ def test_a_response_that_a_checker_fails_on_does_not_meet_the_constraint(kind: s
 
 
 # What cannot be judged
-
-
-def test_offline_the_kinds_that_lack_nltks_data_are_named_once_with_a_remedy(nltk_folder: Path) -> None:
-    with pytest.warns(UserWarning, match="are left out") as caught:
-        judgeable = {kind: can_judge(kind, {}) for kind in [*NLTK_DATA, "punctuation:no_comma"]}
-    assert judgeable == {**dict.fromkeys(NLTK_DATA, False), "punctuation:no_comma": True}
-    (message,) = {str(warning.message) for warning in caught}
-    assert len(caught) == 1
-    assert all(kind in message for kind in NLTK_DATA)
-    assert "python -m nltk.downloader averaged_perceptron_tagger_eng punkt_tab stopwords" in message
 
 
 @pytest.mark.parametrize(
