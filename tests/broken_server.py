@@ -123,6 +123,8 @@ class BrokenServer:
             name = self.choose(await request.text())
         if name in BODIES:
             return web.json_response(BODIES[name])
+        if name.startswith('{"error"'):  # an error's whole body
+            return web.json_response(json.loads(name), status=400)
         if name in TEXTS:
             text, kind = TEXTS[name]
             return web.Response(text=text, content_type=kind)

@@ -37,26 +37,6 @@ def test_a_run_is_read_at_its_limit_and_drained() -> None:
     assert run.curve[-1][3] > run.curve[0][3], "it learns"
 
 
-def test_a_run_that_fails_says_why() -> None:
-    assert "trainset is empty" in virtually(replace(ROW, train=0)).error
-
-
-def test_both_schedules_of_every_seed_task_and_profile_are_planned_once() -> None:
-    options = ace.parse(["--tasks", "few", "few", "--seeds", "2", "--seconds", "30"])
-    rows = ace.planned(options)
-    assert len({one.key for one in rows}) == len(rows) == 2 * 2 * 2
-    assert {one.limit for one in rows} == {30.0}
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--tasks", "nothing"], ["--model", "m"], ["--api-base", "b", "--model", "m", "--tasks", "few"]]
-)
-def test_what_cannot_run_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        ace.parse(arguments)
-    assert "--tasks" in capsys.readouterr().err or "--model" in arguments
-
-
 def test_the_report_compares_medians_and_says_whether_the_target_is_met() -> None:
     lockstep = [row("lockstep", seed, 10, 0.4) for seed in range(3)]
     good = [row("async", seed, samples, score) for seed, samples, score in ((0, 26, 0.5), (1, 20, 0.4), (2, 30, 0.3))]
@@ -65,13 +45,6 @@ def test_the_report_compares_medians_and_says_whether_the_target_is_met() -> Non
     assert "2.4 x the samples, score 0.400 against 0.400: MISSED" in ace.report([*lockstep, *slow])
     worse = [replace(one, best_score=0.39) for one in good]
     assert "MISSED" in ace.report([*lockstep, *worse])
-
-
-def test_rows_are_read_back_and_a_later_run_replaces_an_earlier_one(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    lines = [{**vars(row("async", 0, samples, 0.5)), "command": "c", "benchmark": "ace"} for samples in (3, 4)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    assert [one.samples for one in ace.recorded(path)] == [4]
 
 
 @pytest.mark.parametrize(("benchmark", "own"), [(ace, []), (harness, ["--proposers", "2"])])

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks import bench
-from benchmarks.bench import COLUMNS, Backend, cells, title
+from benchmarks.bench import COLUMNS, Backend, cells
 from benchmarks.measure import Bench, NoMeter
 from benchmarks.results import Result
-from benchmarks.workloads.rows import RowsMissing
 from tests.benchmarks.test_measure import _workload
 
 SMALL = ["--workload", "aime", "--methods", "gepa", "async", "--calls", "40", "--slots", "4", "--seeds", "2"]
@@ -65,26 +64,6 @@ def test_a_bench_that_was_interrupted_goes_on_where_it_stopped(tmp_path: Path, s
     assert len(served) == 2
 
 
-def test_the_nearest_time_limit_counts_whatever_the_order() -> None:
-    asked = ["--workload", "aime", "hover", "--backend", "h100-qwen3-8b", "api-gpt-4o-mini", "--seconds"]
-    for seconds in (["9", "aime=60", "aime@api-gpt-4o-mini=70"], ["aime@api-gpt-4o-mini=70", "aime=60", "9"]):
-        assert bench.parse([*asked, *seconds]).seconds == {
-            ("aime", "h100-qwen3-8b"): 60.0,
-            ("aime", "api-gpt-4o-mini"): 70.0,
-            ("hover", "h100-qwen3-8b"): 9.0,
-            ("hover", "api-gpt-4o-mini"): 9.0,
-        }
-    assert set(bench.parse(["--workload", "aime", "--calls", "9"]).seconds.values()) == {None}
-    assert set(bench.parse(["--workload", "aime"]).seconds.values()) == {120.0}
-
-
-def test_runs_of_other_sizes_and_limits_have_names_of_their_own() -> None:
-    names = {
-        title("aime", *rest) for rest in [(None, None, None), (5, None, None), (None, 5, None), (None, None, 60.0)]
-    }
-    assert len(names) == 4
-
-
 def test_a_bench_in_virtual_time_stands_lockstep_for_gepa_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,19 +112,6 @@ def test_runs_of_other_slots_and_lengths_are_other_runs_and_stand_in_tables_of_t
     assert len(served) == 4
 
 
-def test_missing_rows_end_the_bench_with_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    @contextmanager
-    def serving(self: Backend, *_: Any) -> Any:
-        raise RowsMissing("aime is nowhere")
-        yield
-
-    monkeypatch.setattr(Backend, "serving", serving)
-    assert bench.main([*SMALL, "--out", str(tmp_path / "b.jsonl")]) == 1
-    assert "aime is nowhere" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -154,15 +120,10 @@ def test_missing_rows_end_the_bench_with_what_is_missing(
         (["--api-base", "http://127.0.0.1:1/v1"], "need the --model that the server serves"),
         (["--model", "m", "--vllm"], "it needs its --api-base"),
         (["--model", "m", "--time-scale", "2"], "a real one keeps its own time"),
-        (["--model", "m", "--virtual"], "a real one keeps its own time"),
         (["--virtual", "--time-scale", "2"], "--virtual needs no --time-scale"),
         (["--workload", "aime", "--seconds", "hover=3"], "there is no run of 'hover'"),
-        (["--seconds", "aime@api-gpt-4o-mini=3"], "there is no run of 'aime@api-gpt-4o-mini'"),
         (["--seconds", "0"], "expected seconds, more than 0"),
-        (["--seconds", "inf"], "expected seconds, more than 0"),
         (["--seeds", "0"], "--seeds is 0, expected at least 1"),
-        (["--most", "-5"], "--most is -5, expected at least 1"),
-        (["--seconds", "soon"], "--seconds soon: expected seconds"),
         (["--backend", "abacus"], "invalid choice: 'abacus'"),
     ],
 )
@@ -173,30 +134,6 @@ def test_what_it_cannot_run_is_said_before_anything_runs(
         bench.main(options)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_model_is_asked_on_its_server_or_by_litellms_name_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    task, reflection = Backend(api_base="http://127.0.0.1:1/v1", model="mine", max_tokens=5, reflection_tokens=9).lms(
-        "mine"
-    )
-    assert (task.model, task.kwargs["api_base"], task.kwargs["api_key"]) == (
-        "openai/mine", "http://127.0.0.1:1/v1", "none",
-    )  # fmt: skip
-    assert [lm.kwargs["max_tokens"] for lm in (task, reflection)] == [5, 9]
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-user")
-    assert Backend(api_base="http://127.0.0.1:1/v1").lms("mine")[0].kwargs["api_key"] == "sk-of-the-user"
-    known, _ = Backend(model="anthropic/claude").lms("anthropic/claude")
-    assert known.model == "anthropic/claude"
-    assert not {"api_base", "api_key"} & known.kwargs.keys()
-
-
-def test_a_failed_run_counts_for_nothing_and_makes_the_command_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Result("bench-aime", "async", "h100-qwen3-8b", 0, 4, 1.0, 1.0, best_score=1.0, call_limit=40)
-    monkeypatch.setattr(bench, "runs", lambda options, there: iter([replace(made, error="ValueError: no")]))
-    assert bench.main([*SMALL, "--out", str(tmp_path / "b.jsonl")]) == 1
 
 
 def result(method: str, seed: int = 0, best: float = 0.5, **changes: Any) -> Result:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,19 +15,13 @@ from benchmarks.runs import Row
 from benchmarks.tasks import TASKS, task_kind
 from benchmarks.trajectory import Point, Trajectory
 from benchmarks.virtual import Setting, VirtualRun, run_virtually
-from dspy_flashevolve import AsyncGEPA, Guarded
-from dspy_flashevolve.engine.events import Committed
+from dspy_flashevolve import Guarded
 
 SMALL = Setting(train=12, val=12)
 
 
 def _row(name: str, gain: float, task: str = "few", condition: str = "time", seed: int = 0, **more: Any) -> Row:
     return Row(task, name, seed, condition, 120.0, "simulated", 64, best_score=0.1 + gain, seed_score=0.1, **more)
-
-
-@pytest.mark.parametrize("name", compare.METHODS)
-def test_every_default_method_is_one(name: str) -> None:
-    assert method(name, virtual=True).name == name
 
 
 def test_a_name_says_what_asyncgepa_is_given() -> None:
@@ -43,12 +35,6 @@ def test_a_name_says_what_asyncgepa_is_given() -> None:
     assert (combee["schedule"], combee["reflection_minibatch_size"]) == ("lockstep", 9)
     assert isinstance(combee["instruction_proposer"], CombeeReflection)
     assert combee["instruction_proposer"] is not again["instruction_proposer"], "it shuffles: a run needs its own"
-
-
-@pytest.mark.parametrize("name", ["async-train-4", "async-train", "async-guarded--1", "combee-0", "x-3"])
-def test_what_is_no_method_is_named_in_the_error(name: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown method '{name}'"):
-        method(name)
 
 
 def test_a_task_is_a_kind_with_changes() -> None:
@@ -81,21 +67,6 @@ def test_the_same_run_gives_the_same_trajectory(name: str, limits: Limits) -> No
     assert first.at().proposals > 0
 
 
-def test_an_error_of_a_run_stands_in_its_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no such model")
-
-    monkeypatch.setattr(AsyncGEPA, "acompile", broken)
-    out = tmp_path / "runs.jsonl"
-    arguments = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", "async", "--calls", "0"]
-    assert compare.main([*arguments, "--out", str(out)]) == 1
-    assert json.loads(out.read_text())["error"] == "RuntimeError: no such model"
-    assert compare.main(["--report", str(out)]) == 0
-    assert "async" in capsys.readouterr().out
-
-
 def test_only_what_was_paid_within_the_limit_counts() -> None:
     points = (
         Point(1.0, 60, best_score=0.1),
@@ -109,13 +80,6 @@ def test_only_what_was_paid_within_the_limit_counts() -> None:
     assert run.overshoot == 30
     timed = VirtualRun(Limits(64, 0, seconds=10.0), Trajectory(points), seconds=12.0)
     assert (timed.at(), timed.at(0.5), timed.span, timed.overshoot) == (points[2], points[0], 10.0, 0)
-
-
-def test_commits_after_the_limit_do_not_count() -> None:
-    commits = [Committed(seconds, i, i, 0, i, 0.5, 0.5, 1) for i, seconds in ((1, 6.0), (2, 10.5), (3, 12.0))]
-    stats: Any = SimpleNamespace(changes=["one", "two"], commits=commits)
-    run = VirtualRun(Limits(64, 0, seconds=10.0), seconds=12.0, stats=stats)
-    assert (run.changes, run.landed) == (2, 1)
 
 
 def test_a_table_compares_medians_and_leaves_failed_runs_out() -> None:
@@ -221,16 +185,6 @@ def test_with_dspys_cache_a_table_has_the_requests_and_reflections_paid_until_lo
     assert line["requests paid to it"] == f"{requests} (1/1)"
     assert line["reflections to it"] == f"{reflections} (1/1)"
     assert "dspy's cache" in compare.report([cached])
-
-
-def test_a_table_says_how_much_of_the_possible_gain_a_method_has() -> None:
-    optimum = task_kind("few").task(0, "plain").optimum
-    rows = [
-        _row(name, 0.1, model="plain", seed_true_score=0.06, true_score=0.06 + share * (optimum - 0.06))
-        for name, share in (("lockstep", 0.25), ("async", 1.0))
-    ]
-    at = compare.HEADER.index("of the possible")
-    assert [line[at] for line in compare.cells(rows)] == ["25%", "100%"]
 
 
 def test_a_run_under_a_named_model_has_its_true_score_its_cost_and_its_commit(tmp_path: Path) -> None:

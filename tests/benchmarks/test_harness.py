@@ -54,20 +54,6 @@ def test_what_is_admitted_after_the_limit_does_not_count() -> None:
     assert (fast.candidates, fast.best_score, fast.total_seconds) == (0, 0.1, 70.0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tasks", "nothing"], "--tasks nothing: choose from house-rules, "),
-        (["--model", "m"], "--api-base and --model belong together"),
-        (["--api-base", "b", "--model", "m"], "--tasks house-rules: choose from "),
-    ],
-)
-def test_what_cannot_run_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        harness.parse(arguments)
-    assert message in capsys.readouterr().err
-
-
 def test_the_report_compares_each_task_with_its_own_lockstep(rows: list[harness.Row]) -> None:
     slow, fast = replace(rows[0], candidates=4), replace(rows[1], candidates=18)
     other = [replace(slow, task="formula", candidates=6), replace(fast, task="formula")]

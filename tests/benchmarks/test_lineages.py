@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import lineages
-from benchmarks.lineages import Pair, fate_of, split_by_run
+from benchmarks.lineages import fate_of
 
 PARENT = """Sort the message into one folder.
 
@@ -35,23 +35,6 @@ def test_the_parts_of_a_parent_are_kept_reworded_or_dropped_and_those_of_the_chi
     assert fate.added == 3 / 5
     assert (fate.all_specifics, fate.reworded_specifics, fate.kept_specifics) == (1.0, 1.0, None)
     assert (fate.parts, fate.headings, fate.nested, fate.repeats) == (7, 2, 1, False)
-
-
-def test_a_line_that_stands_twice_is_a_repeat_and_a_short_one_is_not() -> None:
-    assert fate_of(PARENT, f"{CHILD}\n- Put requests for a new password under support.").repeats
-    assert not fate_of(PARENT, "Example:\nAnswer.\n\nExample:\nQuestion.").repeats
-
-
-def test_specifics_that_are_gone_count_as_lost() -> None:
-    assert fate_of(PARENT, CHILD.replace("500 euros", "the limit")).all_specifics == 0
-
-
-def test_runs_are_never_split_between_the_fit_and_its_test() -> None:
-    pairs = [Pair("gpt-5", f"run {number % 7}", PARENT, CHILD, False) for number in range(40)]
-    fitted, tested = split_by_run(pairs, seed=0)
-    assert len(fitted) + len(tested) == 40
-    assert {pair.run for pair in fitted}.isdisjoint(pair.run for pair in tested)
-    assert len({pair.run for pair in fitted}) == 5
 
 
 def test_the_command_prints_a_line_for_each_model_and_both_halves_of_the_fit(

@@ -9,13 +9,10 @@ import dspy
 import pytest
 
 from benchmarks import throughput
-from benchmarks.measure import Bench, CountedMetric, Figures, NoMeter, counter
-from benchmarks.methods import UNLIMITED_CALLS, Limits, Method, PlainEvaluation, Workload, method
+from benchmarks.measure import Bench, NoMeter, counter
+from benchmarks.methods import Limits, Method, Workload, method
 from benchmarks.results import read_results
 from benchmarks.trajectory import Recorder
-from benchmarks.workloads.house_rules import without_aforward
-from dspy_flashevolve.programs.placement import runs_on_loop
-from dspy_flashevolve.sim import HouseRules
 from tests.fakes import examples, hashed, reflection_lm, task_lm
 
 BENCH = Bench("test", "fake", NoMeter())
@@ -68,43 +65,6 @@ def test_a_run_of_async_gepa_never_overshoots() -> None:
     assert result.proposals > 0
 
 
-def test_the_plain_evaluation_runs_as_many_rollouts_as_it_was_given() -> None:
-    result = BENCH.run(method("evaluate"), _workload(), Limits(slots=4, seed=0, metric_calls=23))
-    assert (result.error, result.scored, result.metric_calls) == ("", 23, 23)
-
-
-def test_the_plain_evaluation_stops_at_its_time_and_runs_nothing_after_it() -> None:
-    metric = CountedMetric(checksum_score)
-    limits = Limits(slots=2, seed=0, seconds=0.0)
-    task = _workload()
-    PlainEvaluation(metric, limits).compile(NoOp(), trainset=task.trainset, valset=task.valset)
-    assert metric.count == 0
-
-
-def test_parallel_sampling_is_gepas_own() -> None:
-    pxn: Any = method("gepa-pxn-2x5").build(_workload(), Limits(4, 0), Recorder())
-    sampling = pxn.gepa_kwargs["sampling_strategy"]
-    assert (type(sampling).__name__, sampling.p, sampling.n) == ("PxNSampling", 2, 5)
-
-
-def test_a_time_limit_replaces_the_budget() -> None:
-    optimizer: Any = method("gepa").build(_workload(), Limits(4, 0, seconds=30.0, time_scale=10.0), Recorder())
-    assert optimizer.max_metric_calls == UNLIMITED_CALLS
-    assert [stopper.timeout_seconds for stopper in optimizer.gepa_kwargs["stop_callbacks"]] == [3.0]
-
-
-def test_an_unknown_method_is_named_in_the_error() -> None:
-    with pytest.raises(ValueError, match="'gepa-independent-0'"):
-        method("gepa-independent-0")
-
-
-def test_a_call_for_a_predictors_feedback_is_not_a_rollout() -> None:
-    metric = CountedMetric(lambda gold, pred, trace, pred_name, pred_trace: 1.0)
-    metric(None, None)
-    metric(None, None, [], "answer", [])
-    assert metric.count == 1
-
-
 def test_what_ended_a_run_stands_in_its_result(capsys: pytest.CaptureFixture[str]) -> None:
     def build(task: Workload, limits: Limits, recorder: Recorder) -> Any:
         raise RuntimeError("no such model")
@@ -112,19 +72,6 @@ def test_what_ended_a_run_stands_in_its_result(capsys: pytest.CaptureFixture[str
     result = BENCH.run(Method("broken", build), _workload(), Limits(slots=1, seed=0, seconds=5.0))
     assert result.error == "RuntimeError: no such model"
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_the_servers_figures_are_read_once() -> None:
-    class Meter(NoMeter):
-        reads = 0
-
-        def read(self) -> Figures:
-            self.reads += 1
-            return Figures(completion_tokens=12.0, requests=3)
-
-    meter = Meter()
-    result = Bench("test", "fake", meter).run(method("evaluate"), _workload(), Limits(2, 0, seconds=5, metric_calls=8))
-    assert (meter.reads, result.completion_tokens, result.requests) == (1, 12.0, 3)
 
 
 def test_a_counter_of_prometheus_is_summed_over_its_labels() -> None:
@@ -140,16 +87,3 @@ def test_throughput_spends_a_budget_with_a_program_that_runs_in_threads(tmp_path
     for result in read_results(out):
         assert (result.error, result.settings, result.call_limit) == ("", "program without aforward", 40)
         assert 0 < result.seconds <= result.total_seconds
-
-
-def test_throughput_needs_an_end(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        throughput.parse(["--seconds", "0"])
-    assert "--calls" in capsys.readouterr().err
-
-
-def test_a_program_without_aforward_runs_in_threads_and_keeps_its_predictors() -> None:
-    program = HouseRules().program(2)
-    threaded = without_aforward(HouseRules().program(2)).deepcopy()
-    assert (runs_on_loop(program), runs_on_loop(threaded)) == (True, False)
-    assert [name for name, _ in threaded.named_predictors()] == [name for name, _ in program.named_predictors()]

@@ -42,12 +42,6 @@ def test_an_experiment_runs_writes_goes_on_and_prints_the_papers_numbers(
     assert capsys.readouterr().out.split("\n\n", 1)[1] == first, "the run that was missing is the same again"
 
 
-def test_two_experiments_share_their_runs(small: list[str]) -> None:
-    methods = ["--methods", "gepa", "combee-10"]
-    assert paper.main(["table1", *small, *methods]) == paper.main(["table2", *small, *methods]) == 0
-    assert len(Path(small[-1]).read_text().splitlines()) == 2
-
-
 @pytest.mark.parametrize("what", paper.EXPERIMENTS)
 def test_every_method_is_one_and_every_number_of_the_paper_is_of_a_run(what: str) -> None:
     experiment = paper.EXPERIMENTS[what]
@@ -77,11 +71,3 @@ def test_the_papers_number_and_ratio_stand_beside_ours() -> None:
 def test_a_curve_is_read_at_a_minute_that_the_run_has_reached() -> None:
     run = result("gepa", 1)
     assert [paper.score_at(minutes)(run) for minutes in (5, 10, 30, 90)] == [None, 50.0, 75.0, None]
-
-
-def test_a_real_model_is_asked_on_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(bench, "carry_out", lambda options, report: asked.append(options.virtual) or 0)
-    for more in ([], ["--model", "mine", "--api-base", "http://127.0.0.1:1/v1"]):
-        assert paper.main(["figure5", *more]) == 0
-    assert asked == [True, False]

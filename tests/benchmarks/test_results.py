@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import results, throughput
-from benchmarks.results import Result, Spread, ratio, read_results, table, write_result
+from benchmarks import results
+from benchmarks.results import Result, Spread, read_results, write_result
 
 
 def _result(method: str, seed: int = 0, **fields: object) -> Result:
@@ -25,22 +24,6 @@ def test_a_spread_is_the_median_within_its_range(values: list[float]) -> None:
     spread = Spread.of(values)
     assert spread.median == statistics.median(values)
     assert spread.low == min(values) <= spread.median <= max(values) == spread.high
-
-
-def test_a_spread_of_nothing_says_so() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        Spread.of([])
-
-
-def test_a_ratio_to_nothing_is_missing() -> None:
-    assert ratio(3.0, 2.0) == 1.5
-    assert ratio(3.0, 0.0) is ratio(None, 2.0) is ratio(3.0, None) is None
-
-
-def test_rates_are_per_minute_and_second_of_the_span() -> None:
-    result = _result("async", seconds=30.0, proposals=5, completion_tokens=600.0)
-    assert result.proposals_per_minute == 10.0
-    assert result.tokens_per_second == 20.0
 
 
 @pytest.mark.parametrize(
@@ -84,32 +67,6 @@ def test_the_commit_is_that_of_the_checkout_and_says_what_was_not_committed(
     assert now() == git("rev-parse", "--short=12", "HEAD")
     (tmp_path / "benchmarks" / "results.py").write_text("2")
     assert now() == git("rev-parse", "--short=12", "HEAD") + " (changed)"
-
-
-def test_a_table_is_as_wide_as_its_widest_cells() -> None:
-    lines = table(["a", "long head"], [["longer cell", "1"], ["b", "2"]]).splitlines()
-    assert lines == [
-        "a            long head",
-        "-----------  ---------",
-        "longer cell  1",
-        "b            2",
-    ]
-
-
-def test_the_best_independent_sampling_is_the_one_with_the_highest_median() -> None:
-    results = [
-        *(_result("gepa-independent-4", seed, proposals=count) for seed, count in enumerate([1, 5, 9])),
-        *(_result("gepa-independent-10", seed, proposals=count) for seed, count in enumerate([1, 6, 2])),
-        _result("async", proposals=100),
-    ]
-    assert throughput.best_independent(results, attrgetter("pace")) == "gepa-independent-4"
-    assert throughput.best_independent(results[-1:], attrgetter("pace")) is None
-
-
-def test_reflections_that_a_batch_has_not_announced_count_for_dspy_gepa_only() -> None:
-    cut = {"proposals": 10, "reflections": 15}
-    assert _result("gepa-independent-10", **cut).pace == 15.0
-    assert _result("async", **cut).pace == 10.0
 
 
 def test_of_equal_runs_of_a_file_the_last_counts(tmp_path: Path) -> None:

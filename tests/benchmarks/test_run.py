@@ -15,16 +15,13 @@ import dspy
 import pytest
 
 from benchmarks import file_lm
-from benchmarks.local_http import serving
 from benchmarks.methods import Limits, Method, Workload
 from benchmarks.models import reply_model_named
-from benchmarks.run import chosen, main, standard_error
+from benchmarks.run import main, standard_error
 from benchmarks.text_student import TextStudent
 from benchmarks.trajectory import Recorder
-from benchmarks.workloads import symptom2disease_coded
 from benchmarks.workloads.aime import metric
 from benchmarks.workloads.registry import workload_names
-from benchmarks.workloads.symptom2disease import DISEASES
 from dspy_flashevolve.sim import SimServer
 from tests.benchmarks.workloads.samples import write_samples
 
@@ -68,37 +65,6 @@ def test_the_student_knows_what_its_instruction_says_and_nothing_else() -> None:
     assert student.answer(told, "My eyes water, I am sneezing") == "K10"
 
 
-def test_a_part_that_names_many_labels_says_less_of_each_than_one_of_its_own() -> None:
-    student = TextStudent(EXAMPLES)
-    crowded = "Answer with the exact code.\nK10, K12 and K13: throbbing headache.\n- K11: headache."
-    assert student.answer(crowded, "headache") == "K11"
-
-
-def test_an_answer_is_a_function_of_instruction_and_question() -> None:
-    text = "- K10: sneezing.\n- K11: headache."
-    answers = {TextStudent(EXAMPLES).answer(text, "I have a headache") for _ in range(5)}
-    assert len(answers) == 1
-
-
-def test_the_student_answers_dspys_requests_over_http() -> None:
-    student = TextStudent(EXAMPLES)
-    with serving(student.reply) as base:
-        lm = dspy.LM("openai/text-student", api_base=base, api_key="none", cache=False)
-        program = dspy.Predict(
-            dspy.Signature("question -> answer", "Answer with the code.\n- K11: throbbing headache.")
-        )
-        with dspy.context(lm=lm):
-            assert program(question="a throbbing headache").answer == "K11"
-
-
-def test_each_seed_of_the_coded_workload_has_codes_of_its_own() -> None:
-    first, second = symptom2disease_coded.codes("a 0"), symptom2disease_coded.codes("a 1")
-    assert first.keys() == set(DISEASES)
-    assert len(set(first.values())) == len(DISEASES)
-    assert first != second
-    assert first == symptom2disease_coded.codes("a 0")
-
-
 # The model whose replies are files
 
 
@@ -126,13 +92,6 @@ def test_a_request_is_claimed_once_and_the_oldest_of_all_runs_first(tmp_path: Pa
         os.utime(path, (seconds, seconds))
     claimed = [file_lm.claim(tmp_path) for _ in range(4)]
     assert [path and path.read_text() for path in claimed] == ["b/0001", "a/0001", "b/0002", None]
-
-
-def test_whoever_waits_is_told_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert file_lm.main(["end", str(tmp_path)]) == 0
-    assert file_lm.main(["next", str(tmp_path)]) == 0
-    assert "FINISHED" in capsys.readouterr().out
-    assert file_lm.main(["wrong"]) == 2
 
 
 # The command
@@ -299,10 +258,6 @@ def test_rows_without_tokens_are_shown(capsys: pytest.CaptureFixture[str]) -> No
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("async")]
     assert "0.259 (0.030)" in line
     assert "-/-" in line
-
-
-def test_dspy_gepa_can_be_asked_for_edits() -> None:
-    assert chosen("gepa-edits").name == "gepa-edits"
 
 
 def test_the_standard_error_is_that_of_a_mean() -> None:

@@ -59,9 +59,9 @@ PICTURES = {
     "04_evoflux.ipynb": 0,
 }
 EVOFLUX = ROOT / "notebooks/04_evoflux.ipynb"
-ON_IFBENCH = [path for path in NOTEBOOKS if path != EVOFLUX]
+
+
 NUMBERED = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-NUMBERED_ON_IFBENCH = pytest.mark.parametrize("path", ON_IFBENCH, ids=lambda path: path.stem)
 
 
 def cells(path: Path) -> list[dict[str, Any]]:
@@ -161,21 +161,6 @@ def test_it_runs_top_to_bottom_against_a_server_with_openais_api(
     assert [output for output in outputs(done) if output.get("name") == "stderr"] == []
 
 
-@NUMBERED_ON_IFBENCH
-def test_the_first_code_cell_names_the_models_and_their_servers(path: Path) -> None:
-    first, *others = ("".join(cell["source"]) for cell in cells(path))
-    names = re.findall(r"^([A-Z_]+) = os.environ", first, re.MULTILINE)
-    assert names == ["MODEL", "API_BASE", "REFLECTION_MODEL", "REFLECTION_BASE"]
-    assert not [source for source in others if re.search(r"^(MODEL|API_BASE) =", source, re.MULTILINE)]
-
-
-def test_the_notebooks_have_the_same_task() -> None:
-    tasks = {
-        source for path in ON_IFBENCH for cell in cells(path) if "CHECKERS = " in (source := "".join(cell["source"]))
-    }
-    assert len({source.replace("testset = ifbench[:TEST]\n", "") for source in tasks}) == 1
-
-
 @NUMBERED
 def test_it_needs_only_the_package_and_its_extra(path: Path) -> None:
     names = re.findall(
@@ -200,13 +185,6 @@ def test_its_saved_outputs_show_no_error_no_noise_and_no_path_of_a_machine(path:
     assert {output["output_type"] for output in outputs(path)} <= {"stream", "display_data", "execute_result"}
     assert [output for output in outputs(path) if output.get("name") == "stderr"] == []
     assert not re.search(r"Traceback|Warning|(?:^|[\s'\"(=:])(?:/\w+/|[A-Z]:\\)", printed(path))
-
-
-@NUMBERED_ON_IFBENCH
-def test_the_optimizer_and_its_compile_stand_in_the_notebook(path: Path) -> None:
-    sources = "\n".join("".join(cell["source"]) for cell in cells(path))
-    assert re.search(r"AsyncGEPA\(|compiled\(AsyncGEPA\)", sources)
-    assert re.search(r"\.a?compile\(", sources)
 
 
 def test_notebook_1_as_html_shows_one_bar_the_summary_the_table_the_plot_and_the_prompts() -> None:

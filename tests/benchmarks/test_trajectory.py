@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.trajectory import Point, Recorder, Trajectory
-from tests.fakes import Chain, hashed, reflection_lm, task_lm
+from tests.fakes import Chain, digits, examples, reflection_lm, task_lm
 
 STEPS = st.lists(
     st.tuples(st.floats(0.01, 5.0), st.integers(0, 9), st.one_of(st.none(), st.floats(0, 1))), min_size=1, max_size=20
@@ -41,12 +41,6 @@ def test_the_score_at_a_time_is_the_best_of_what_was_scored_by_then(
         if score is not None and point.seconds <= seconds
     ]
     assert run.at(seconds).best_score == max(scored, default=None)
-
-
-def test_an_empty_trajectory_is_at_nothing() -> None:
-    assert Trajectory().at(5.0) == Trajectory().end == Point()
-    assert Trajectory().seed_score is None
-    assert Trajectory().compact() == []
 
 
 def test_the_compact_form_keeps_changes_of_the_score_and_the_end() -> None:
@@ -82,34 +76,12 @@ def test_the_true_score_is_that_of_the_program_with_the_best_validated_score() -
     assert recorder.trajectory.seed_true_score == 0.3
 
 
-def test_depth_is_the_longest_line_of_descent_and_the_clock_is_the_servers() -> None:
-    recorder = Recorder(time_scale=10.0, clock=iter(range(9)).__next__)
-    for candidate, parents in enumerate([[], [0], [1], [0], [2, 3]]):
-        recorder.on_valset_evaluated(_validated(candidate, parents, 0.1, 4, 4))
-    assert [point.depth for point in recorder.trajectory.points] == [0, 1, 2, 2, 3]
-    assert [point.seconds for point in recorder.trajectory.points] == [10, 20, 30, 40, 50]
-
-
-def _metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-    return dspy.Prediction(score=hashed(gold.question, pred.answer) % 10 / 10, feedback="Try another digit.")
-
-
-def _examples(name: str, count: int) -> list[dspy.Example]:
-    return [dspy.Example(question=f"{name} {number}?").with_inputs("question") for number in range(count)]
-
-
 def test_the_recorder_agrees_with_the_results_of_dspy_gepa() -> None:
     recorder = Recorder()
-    optimizer = dspy.GEPA(
-        metric=_metric,
-        max_metric_calls=120,
-        reflection_lm=reflection_lm(),
-        track_stats=True,
-        num_threads=2,
-        gepa_kwargs={"callbacks": [recorder]},
-    )
+    settings: dict[str, Any] = {"max_metric_calls": 120, "track_stats": True, "num_threads": 2}
+    optimizer = dspy.GEPA(digits, reflection_lm=reflection_lm(), gepa_kwargs={"callbacks": [recorder]}, **settings)
     with dspy.context(lm=task_lm()):
-        found = optimizer.compile(Chain(), trainset=_examples("train", 9), valset=_examples("val", 8))
+        found = optimizer.compile(Chain(), trainset=examples("train", 9), valset=examples("val", 8))
     details, end = found.detailed_results, recorder.trajectory.end
     assert len(details.val_aggregate_scores) > 1
     assert end.best_score == pytest.approx(max(details.val_aggregate_scores))

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import dspy
+import litellm
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncGEPA, Edits, Guarded, Reflective
@@ -49,8 +51,38 @@ def compiled(calls: int | None = 60, program: dspy.Module | int = 1, **options: 
 
 def simulated(calls: int | None = 60, program: dspy.Module | int = 1, **options: Any) -> Any:
     """The same in virtual time: what waits (retries, timeouts) costs nothing, and equal runs are equal."""
-    one, student = optimizer(calls, **options), Chain(program) if isinstance(program, int) else program
-    return run(lambda: one.acompile(student, trainset=TRAIN, valset=VAL))
+    return evolved(optimizer(calls, **options), Chain(program) if isinstance(program, int) else program)
+
+
+def evolved(
+    one: Any, student: Any = None, trainset: Any = TRAIN, valset: Any = VAL, settings: dict[str, Any] | None = None
+) -> Any:
+    """What an optimizer makes of a student (default: a ``Chain``) in virtual time, under settings of dspy."""
+    with dspy.context(**(settings or {})):
+        return run(lambda: one.acompile(student or Chain(), trainset=trainset, valset=valset))
+
+
+class InThread(dspy.Module):
+    """As a ``Chain`` of one predictor, but nothing of it is awaited."""
+
+    def __init__(self, signature: str = "question -> answer") -> None:
+        super().__init__()
+        self.steps = [dspy.Predict(signature)]
+
+    def forward(self, question: str) -> Any:
+        return self.steps[0](question=question)
+
+
+class Scored:
+    """A metric that keeps the questions that it has scored; feedback on a predictor is no score."""
+
+    def __init__(self, metric: Callable[..., Any] = digits) -> None:
+        self.metric, self.questions = metric, list[str]()
+
+    def __call__(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            self.questions.append(gold.question)
+        return self.metric(gold, pred, trace, pred_name, pred_trace)
 
 
 class On:
@@ -84,6 +116,21 @@ class Heard:
 
     def of(self, name: str) -> list[Any]:
         return [event for heard, event in self.events if heard == name]
+
+
+@contextlib.contextmanager
+def listening(hear: Callable[[logging.LogRecord], Any], *names: str) -> Iterator[None]:
+    """Call a function with what is logged under these names (default: ours)."""
+    handler = logging.Handler()
+    handler.emit = hear  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in names or ("dspy_flashevolve",)]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 class Sum(dspy.Module):
@@ -168,7 +215,41 @@ def sql(directory: Path, query: str) -> list[Any]:
         return connection.execute(query).fetchall()
 
 
-# Language models with faults
+# Language models
+
+
+def priced(lm: Any) -> Any:
+    """The LM, which costs a dollar for a million tokens of a prompt, and two for a million that it writes."""
+    price = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
+    litellm.register_model({"priced": price})
+    lm.model = "priced"
+    return lm
+
+
+class Interpreter:
+    """Runs no code, and answers the same to each; ``taken`` gets the code."""
+
+    def __init__(self, said: str = '{"answer": "3"}', taken: list[str] | None = None) -> None:
+        self.tools: dict[str, Any] = {}
+        self._said, self._taken = said, [] if taken is None else taken
+
+    def start(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def execute(self, code: str, variables: Any = None) -> str:
+        self._taken.append(code)
+        return self._said
+
+
+def code_lm() -> dspy.LM:
+    """Rewrites code by a harmless comment, so that every proposal is a new candidate."""
+
+    def answer(prompt: str) -> str:
+        source = prompt.split("[[ ## current_source ## ]]")[-1].split("[[ ##")[0].strip()
+        return reply_for(prompt, revised_source=f"# {hashed(prompt) % 1000}\n{source}")
+
+    return fake_lm(answer)
 
 
 def raising(choose: Callable[[int], Exception | None], lowest: int = 1) -> dspy.LM:

@@ -10,34 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import dspy
-import litellm
 import pytest
 
 from dspy_flashevolve import Workflow
 from dspy_flashevolve.sim.virtual import run
-from tests.contract.surface import optimizer
+from tests.contract.surface import optimizer, priced
 from tests.fakes import digits, examples, fake_lm, hashed, reply_for
 
 TRAIN, VAL = examples("t", 4), examples("v", 4)
 LANES = 3
 """LM calls of one rollout."""
-TOKENS, DOLLARS = 7, 3e-6 + 4e-6
-"""Of one LM call: what tests/fakes.py reports, at a dollar for a million tokens."""
+TOKENS, DOLLARS = 7, 3e-6 + 2 * 4e-6
+"""Of one LM call: what tests/fakes.py reports, at the price of ``priced``."""
 WAYS = ["compile", "acompile"]
 
 
 def answer(prompt: str) -> str:
     number = hashed(prompt)
     return reply_for(prompt, answer=str(number % 7), new_instruction=f"Instruction {number % 100_000}")
-
-
-def priced_lm() -> dspy.LM:
-    """Answers rollouts and reflections; its calls are counted by its engine."""
-    price = {"input_cost_per_token": 1e-6, "output_cost_per_token": 1e-6, "litellm_provider": "openai", "mode": "chat"}
-    litellm.register_model({"accounted": price})
-    lm = fake_lm(answer)
-    lm.model = "accounted"
-    return lm
 
 
 class Lanes(dspy.Module):
@@ -96,7 +86,7 @@ class Compiled:
     """What a program was made of with one LM, and what that LM was asked."""
 
     def __init__(self, program: Lanes, way: str = "compile", metric: Any = digits, **options: Any) -> None:
-        self.lm = priced_lm()
+        self.lm = priced(fake_lm(answer))
         program.set_lm(self.lm)
         settings = {"calls": 150, "reflection_lm": self.lm, "schedule": "lockstep", "metric": metric} | options
         made = optimizer(**settings)
@@ -179,7 +169,7 @@ def test_a_judge_that_gives_feedback_and_one_whose_reflection_fails_count(tmp_pa
 
 def test_a_call_of_the_users_own_beside_the_run_is_not_counted() -> None:
     """On the loop that ``acompile`` shares with other tasks."""
-    lm, asked = priced_lm(), 0
+    lm, asked = priced(fake_lm(answer)), 0
     program = Lanes()
     program.set_lm(lm)
 
@@ -203,4 +193,4 @@ def test_a_call_of_the_users_own_beside_the_run_is_not_counted() -> None:
 def test_a_tracker_around_the_run_is_told_of_each_call_once() -> None:
     with dspy.track_usage() as usage:
         made = Compiled(InTracker(), calls=30)
-    assert usage.get_total_tokens()["accounted"]["total_tokens"] == TOKENS * made.answered
+    assert usage.get_total_tokens()["priced"]["total_tokens"] == TOKENS * made.answered

@@ -23,7 +23,7 @@ from benchmarks.models import REPLY_MODELS
 from dspy_flashevolve import AsyncACE, ConfigurationError, DataError, Playbook, Reflective, RunAbortedError
 from dspy_flashevolve.sim import PROFILES, HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from tests.contract.surface import left_threads, steps_of
+from tests.contract.surface import InThread, left_threads, steps_of
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
 
 TASK = HouseRules(rules=12, rules_per_example=4, seed=0, reply_model=REPLY_MODELS["obliging"])
@@ -35,14 +35,10 @@ def compiled(student: dspy.Module | None = None, model: SimulatedModel | None = 
     answering = model or SimulatedModel(seed=0, reply_model=TASK.reply_model)
     playbook, metric = options.pop("playbook", None), options.pop("metric", TASK.metric)
 
-    async def main() -> Any:
-        lm = answering.lm()
-        optimizer = AsyncACE(metric, **{"num_threads": 16, **options})
-        with dspy.context(lm=lm):
-            program = student or TASK.program()
-            return await optimizer.acompile(program, trainset=TRAIN, valset=VAL, playbook=playbook)
-
-    return run(main)
+    optimizer = AsyncACE(metric, **{"num_threads": 16, **options})
+    with dspy.context(lm=answering.lm()):
+        program = student or TASK.program()
+        return run(lambda: optimizer.acompile(program, trainset=TRAIN, valset=VAL, playbook=playbook))
 
 
 @pytest.fixture(scope="module")
@@ -84,26 +80,19 @@ def test_saving_and_loading_the_program_keeps_the_playbook(learnt: Any, tmp_path
     loaded = TASK.program()
     loaded.load(tmp_path / "program.json")
     assert loaded.answer.signature.instructions == learnt.answer.signature.instructions
-    first, *_ = compiled(loaded, max_seconds=1).async_stats.snapshots
+    again = compiled(loaded, max_seconds=60)
+    instructions, own = again.answer.signature.instructions, TASK.program().answer.signature.instructions
+    assert (instructions.count("<playbook>"), instructions.count(own), instructions.startswith(own)) == (1, 1, True)
+    first, *_ = again.async_stats.snapshots
     assert (first.bullets, first.tokens) == (len(learnt.playbook), learnt.playbook.tokens())
     assert first.score > learnt.async_stats.snapshots[0].score, "it goes on from what it has learnt"
-
-
-@pytest.mark.long
-def test_a_program_that_has_a_playbook_goes_on_from_it_and_holds_it_once(learnt: Any) -> None:
-    again = compiled(learnt, max_seconds=60)
-    assert again.playbook.next_number >= learnt.playbook.next_number
-    instructions = again.answer.signature.instructions
-    assert instructions.count("<playbook>") == 1
-    assert instructions.startswith(TASK.program().answer.signature.instructions)
-    assert instructions.count(TASK.program().answer.signature.instructions) == 1
 
 
 def holding(book: Playbook | None, program: Any = None) -> Any:
     """A program that has this playbook, or its own, after a run that learnt nothing."""
     lm = fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))
     with dspy.context(lm=lm):
-        optimizer = AsyncACE(digits, num_threads=2, max_rounds=1)
+        optimizer = AsyncACE(digits, max_rounds=1)
         return optimizer.compile(program or TASK.program(), trainset=examples("t", 1), playbook=book)
 
 
@@ -140,11 +129,6 @@ def test_the_playbook_is_attached_to_the_chosen_predictors_only() -> None:
     held = {name for name, predictor in program.named_predictors() if "<playbook>" in predictor.signature.instructions}
     assert held == {name}
     assert len(program.playbook) > 0
-
-
-def test_predictors_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"\['nobody'\].*\['answer'\]"):
-        compiled(attach=["nobody"])
 
 
 def test_in_lockstep_one_sample_is_under_way_at_a_time() -> None:
@@ -197,9 +181,17 @@ def test_metric_calls_never_exceed_the_budget_and_what_is_returned_is_validated(
     assert all(snapshot.score >= 0 for snapshot in stats.snapshots)
 
 
-def test_a_budget_that_cannot_pay_two_validations_and_a_sample_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="max_metric_calls is 35, expected at least 36"):
-        compiled(max_metric_calls=35)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_metric_calls": 35}, "max_metric_calls is 35, expected at least 36"),
+        ({"attach": ["nobody"]}, r"\['nobody'\].*\['answer'\]"),
+        ({"playbook": Playbook().adding("other", "x" * 100), "token_budget": 10}, "above token_budget=10"),
+    ],
+)
+def test_what_does_not_go_with_the_data_or_the_program_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        compiled(**options)
 
 
 def test_the_token_budget_holds_and_what_it_drove_out_is_counted() -> None:
@@ -207,11 +199,6 @@ def test_the_token_budget_holds_and_what_it_drove_out_is_counted() -> None:
     assert all(snapshot.tokens <= 90 for snapshot in stats.snapshots)
     assert stats.evicted > 0
     assert stats.problems["over the token budget"] == stats.evicted
-
-
-def test_a_first_playbook_above_the_token_budget_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="above token_budget=10"):
-        compiled(playbook=Playbook().adding("other", "x" * 100), token_budget=10)
 
 
 def test_an_empty_playbook_with_sections_of_its_own_is_not_replaced() -> None:
@@ -248,6 +235,18 @@ def test_a_provider_that_is_down_ends_the_run_without_a_score() -> None:
 
 
 # Fakes: what language models may write
+
+
+def learning(
+    metric: Any = digits, student: Any = None, train: int = 2, val: int = 0,
+    answer: Callable[[str], str] = lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"),
+    **options: Any,
+) -> Any:  # fmt: skip
+    """A program compiled over one LM; by default each answer is 3, and nothing is learnt."""
+    optimizer = AsyncACE(metric, **{"num_threads": 2, "max_rounds": 1, **options})
+    data = {"trainset": examples("t", train), "valset": examples("v", val) or None}
+    with dspy.context(lm=fake_lm(answer)):
+        return optimizer.compile(student or Chain(), **data)
 
 
 def answered_by(reply: Callable[[str], str], **options: Any) -> Any:
@@ -307,17 +306,6 @@ def test_arbitrary_replies_end_in_a_program(seed: int) -> None:
     assert isinstance(program.playbook, Playbook)
 
 
-class Silent(dspy.Module):
-    """Answers in a thread, without an ``aforward``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.predict = dspy.Predict("question -> answer")
-
-    def forward(self, question: str) -> dspy.Prediction:
-        return self.predict(question=question)
-
-
 def test_a_synchronous_program_and_a_metric_without_feedback_are_served() -> None:
     shown: list[str] = []
 
@@ -330,7 +318,7 @@ def test_a_synchronous_program_and_a_metric_without_feedback_are_served() -> Non
     data = [dspy.Example(question=f"q{n}", answer="8").with_inputs("question") for n in range(3)]
     optimizer = AsyncACE(lambda gold, pred: gold.answer == pred.answer, max_rounds=1, num_threads=2)
     with dspy.context(lm=fake_lm(answer, asynchronous=False)):
-        program: Any = optimizer.compile(Silent(), trainset=data)
+        program: Any = optimizer.compile(InThread(), trainset=data)
     assert program.async_stats.samples == 3
     assert all("answer: 7" in prompt and "Expected:\nanswer: 8" in prompt for prompt in shown)
 
@@ -350,9 +338,7 @@ def test_a_program_that_fails_is_reflected_on_and_scores_the_failure_score() -> 
         seen.append(prompt)
         return reply_for(prompt, insight="x", operations="[]")
 
-    optimizer = AsyncACE(digits, num_threads=2, failure_score=-1.0, max_rounds=1)
-    with dspy.context(lm=fake_lm(answer)):
-        program: Any = optimizer.compile(Broken(), trainset=examples("t", 2))
+    program = learning(student=Broken(), answer=answer, failure_score=-1.0)
     assert {snapshot.score for snapshot in program.async_stats.snapshots} == {-1.0}
     assert any("The program failed" in prompt for prompt in seen)
 
@@ -385,9 +371,7 @@ def test_a_reflector_that_always_raises_is_told_once_and_at_the_end(caplog: pyte
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), "0.9", [1]])
 def test_a_score_that_is_no_finite_number_is_a_failure(bad: Any, caplog: pytest.LogCaptureFixture) -> None:
-    optimizer = AsyncACE(lambda gold, pred: bad, num_threads=2, failure_score=-1.0, max_rounds=1)
-    with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
-        program: Any = optimizer.compile(Chain(), trainset=examples("t", 2))
+    program = learning(lambda gold, pred: bad, failure_score=-1.0)
     assert {snapshot.score for snapshot in program.async_stats.snapshots} == {-1.0}
     assert "expected a finite number" in caplog.text
 
@@ -402,8 +386,7 @@ def test_the_reflector_is_told_that_the_metric_raised_and_not_the_program() -> N
     def metric(gold: Any, pred: Any) -> float:
         raise KeyError("unit")
 
-    with dspy.context(lm=fake_lm(answer)):
-        AsyncACE(metric, num_threads=2, max_rounds=1).compile(Chain(), trainset=examples("t", 2))
+    learning(metric, answer=answer)
     told = [prompt for prompt in seen if "[[ ## attempt ## ]]" in prompt]
     assert any("the metric failed: KeyError: 'unit'" in prompt for prompt in told)
     assert not any("The program failed" in prompt for prompt in told)
@@ -432,14 +415,11 @@ def test_a_program_keeps_fields_and_attributes_that_the_optimizer_would_like() -
             return reply_for(prompt, insight="x", operations=operations)
         return reply_for(prompt, answer="3", **fields)
 
-    optimizer = AsyncACE(digits, num_threads=1, max_rounds=1, epochs=2)
-    with dspy.context(lm=fake_lm(answer)):
-        program: Any = optimizer.compile(Occupied(), trainset=examples("t", 2))
+    program = learning(student=Occupied(), answer=answer, num_threads=1, epochs=2)
     assert program.playbook == "the coach's"
     assert isinstance(program.ace_playbook, Playbook)
     told = [prompt for prompt in seen if "[[ ## attempt ## ]]" in prompt]
     assert all("cited_bullets: mine" in prompt and "cited_bullets_3" not in prompt for prompt in told)
-    assert program.async_stats.citations > 0
     assert program.async_stats.citations > 0
 
 
@@ -510,9 +490,7 @@ def test_the_initial_playbook_is_returned_where_learning_only_does_harm() -> Non
             return reply
         return reply_for(prompt, answer="0" if "Harm." in prompt else "5")
 
-    optimizer = AsyncACE(digits, num_threads=2, max_rounds=1, eval_every=1)
-    with dspy.context(lm=fake_lm(answer)):
-        program: Any = optimizer.compile(Chain(), trainset=examples("t", 4))
+    program = learning(train=4, answer=answer, eval_every=1)
     assert (len(program.playbook), program.async_stats.best_version) == (0, 0)
     assert program.async_stats.version >= 1
 
@@ -537,15 +515,9 @@ def test_modules_of_the_users_own_reflect_and_curate() -> None:
 
 
 def adapted(stream: Any, **options: Any) -> Any:
-    model = SimulatedModel(seed=0, reply_model=TASK.reply_model)
-    window = options.pop("window", 12)
-
-    async def main() -> Any:
-        optimizer = AsyncACE(TASK.metric, **{"num_threads": 16, **options})
-        with dspy.context(lm=model.lm()):
-            return await optimizer.aadapt(TASK.program(), stream, window=window)
-
-    return run(main)
+    optimizer = AsyncACE(TASK.metric, **{"num_threads": 16, **options})
+    with dspy.context(lm=SimulatedModel(seed=0, reply_model=TASK.reply_model).lm()):
+        return run(lambda: optimizer.aadapt(TASK.program(), stream, window=12))
 
 
 async def from_afar(count: int) -> AsyncIterator[dspy.Example]:
@@ -591,13 +563,6 @@ def test_a_stream_whose_first_examples_all_fail_goes_on() -> None:
     with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
         program: Any = optimizer.adapt(Chain(), iter(examples("s", 60)), window=20)
     assert [window.score > 0 for window in program.async_stats.windows] == [False, False, True]
-
-
-def test_adapt_works_without_a_loop() -> None:
-    optimizer = AsyncACE(digits, num_threads=2, max_rounds=1)
-    with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
-        program: Any = optimizer.adapt(Chain(), iter(examples("s", 5)), window=2)
-    assert [window.score for window in program.async_stats.windows] == [0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("window", [0, -1, 1.5, True])
@@ -660,24 +625,24 @@ def test_a_cancelled_run_waits_for_no_validation() -> None:
     assert run(main) < 10
 
 
-def test_a_policy_that_wants_to_integrate_ends_the_run_by_name() -> None:
-    class Integrates:
-        def decide(self, look: Any, history: Any) -> Any:
-            return Reflective(min_gap=0).decide(look, history)
-
-    with pytest.raises(RunAbortedError, match=r"Integrates.* wants to integrate") as raised:
-        compiled(staleness=Integrates(), num_threads=24)
-    assert isinstance(raised.value.__cause__, ConfigurationError)
+class Integrates:
+    def decide(self, look: Any, history: Any) -> Any:
+        return Reflective(min_gap=0).decide(look, history)
 
 
-def test_what_a_policy_raises_ends_the_run_with_the_best_program_so_far() -> None:
-    class Broken:
-        def decide(self, look: Any, history: Any) -> Any:
-            raise KeyError("gap")
+class Broken:
+    def decide(self, look: Any, history: Any) -> Any:
+        raise KeyError("gap")
 
-    with pytest.raises(RunAbortedError, match="KeyError: 'gap'") as raised:
-        compiled(staleness=Broken(), num_threads=24)
-    assert isinstance(raised.value.__cause__, KeyError)
+
+@pytest.mark.parametrize(
+    ("policy", "cause", "message"),
+    [(Integrates(), ConfigurationError, r"Integrates.* wants to integrate"), (Broken(), KeyError, "KeyError: 'gap'")],
+)
+def test_a_policy_that_fails_ends_the_run_with_the_best_program_so_far(policy: Any, cause: Any, message: str) -> None:
+    with pytest.raises(RunAbortedError, match=message) as raised:
+        compiled(staleness=policy, num_threads=24)
+    assert isinstance(raised.value.__cause__, cause)
     assert raised.value.best_program.async_stats.snapshots[0].version == 0
 
 
@@ -777,9 +742,7 @@ def test_ctrl_c_ends_a_run_with_the_best_program_so_far_and_leaves_no_thread() -
             os.kill(os.getpid(), signal.SIGINT)
         return digits(gold, pred)
 
-    optimizer = AsyncACE(metric, num_threads=2, max_rounds=1, epochs=1000)
-    with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
-        program: Any = optimizer.compile(Chain(), trainset=examples("t", 4), valset=examples("v", 2))
+    program = learning(metric, train=4, val=2, epochs=1000)
     stats: Any = program.async_stats
     assert (stats.outcome, stats.stop_reason) == ("stopped", "interrupted by Ctrl-C")
     assert 0 < stats.samples < 4000

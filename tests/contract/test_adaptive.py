@@ -12,7 +12,8 @@ from dspy.utils.exceptions import LMRateLimitError
 
 from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.sim import PROFILES, REPLY_MODELS, HouseRules, Profile
-from dspy_flashevolve.sim.virtual import SimulatedModel, run
+from dspy_flashevolve.sim.virtual import SimulatedModel
+from tests.contract.surface import evolved
 
 H100 = PROFILES["h100-qwen3-8b"]
 API = replace(PROFILES["api-gpt-4o-mini"], concurrency_limit=24)
@@ -27,18 +28,9 @@ def compiled(slots: dict[str, Any], profile: Profile, names: tuple[str, str] = (
     task = HouseRules(rules=12, rules_per_example=4, reply_model=REPLY_MODELS["obliging"])
     model = SimulatedModel(profile, reply_model=task.reply_model)
     lms = [model.lm(name) for name in names]
-
-    async def compile_it() -> Any:
-        optimizer = AsyncGEPA(
-            task.metric,
-            reflection_lm=lms[1],
-            track_stats=True,
-            **({"max_metric_calls": 300, "seed": 0} | slots | options),
-        )
-        with dspy.context(lm=lms[0], num_threads=4):
-            return await optimizer.acompile(task.program(), trainset=task.trainset(30), valset=task.valset(60))
-
-    program = run(compile_it)
+    options = {"max_metric_calls": 300, "seed": 0, "reflection_lm": lms[1], "track_stats": True} | slots | options
+    settings = {"lm": lms[0], "num_threads": 4}
+    program = evolved(AsyncGEPA(task.metric, **options), task.program(), task.trainset(30), task.valset(60), settings)
     program.model, program.lms = model, lms
     return program
 
@@ -81,29 +73,24 @@ def test_adaptive_slots_are_refused_far_less_than_fixed_ones_above_the_endpoints
 
 
 def test_a_predictors_own_lm_is_paced_and_handed_back_as_it_was() -> None:
-    left = [20]
+    left = 20
+    model, task = SimulatedModel(), HouseRules(rules=12, rules_per_example=4)
+    answer = model.answer
 
-    async def compile_it() -> Any:
-        model, task = SimulatedModel(), HouseRules(rules=12, rules_per_example=4)
-        answer = model.answer
+    async def answer_or_refuse(request: Any) -> Any:
+        nonlocal left
+        if left:
+            left -= 1
+            raise LMRateLimitError("429", retry_after=1.0)
+        return await answer(request)
 
-        async def answer_or_refuse(request: Any) -> Any:
-            if left[0]:
-                left[0] -= 1
-                raise LMRateLimitError("429", retry_after=1.0)
-            return await answer(request)
-
-        model.answer = answer_or_refuse  # type: ignore[method-assign]
-        student: Any = task.program()
-        for predictor in student.predictors():
-            predictor.lm = model.lm("own/x")
-        optimizer = AsyncGEPA(
-            task.metric, max_metric_calls=60, num_threads=8, reflection_lm=SimulatedModel().lm(), track_stats=True
-        )
-        program = await optimizer.acompile(student, trainset=task.trainset(9), valset=task.valset(9))
-        return program, student
-
-    program, student = run(compile_it)
+    model.answer = answer_or_refuse  # type: ignore[method-assign]
+    student: Any = task.program()
+    student.set_lm(model.lm("own/x"))
+    optimizer = AsyncGEPA(
+        task.metric, max_metric_calls=60, num_threads=8, reflection_lm=SimulatedModel().lm(), track_stats=True
+    )
+    program = evolved(optimizer, student, task.trainset(9), task.valset(9))
     assert program.async_stats.retried_requests == 20
     assert program.async_stats.ended["failed"] == 0
     for predictor in [*program.predictors(), *student.predictors()]:

@@ -15,15 +15,17 @@ from hypothesis import strategies as st
 from benchmarks.models import reply_model_named
 from dspy_flashevolve import AsyncGEPA, RunAbortedError, Workflow
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.virtual import SimulatedModel, run
+from dspy_flashevolve.sim.virtual import SimulatedModel
 from tests.contract.surface import (
     POLICIES,
     SEARCHES,
     TRAIN,
     VAL,
+    Scored,
     check_ends,
     check_winner,
     compiled,
+    evolved,
     facts,
     on,
     optimizer,
@@ -42,7 +44,8 @@ WORLDS = st.builds(
     faults=st.sampled_from([0.0, 0.05, 0.3]),
     spread=st.sampled_from([0.0, 9.0, 200.0]),
     predictors=st.integers(1, 3),
-)
+) | st.builds(Rules, seed=st.integers(0, 3), train=st.just(5), val=st.just(6), harmful=st.floats(0, 1))
+"""Children are whole texts, or edits that join."""
 
 
 @settings(max_examples=12)
@@ -99,6 +102,7 @@ def test_whatever_the_program_the_faults_and_the_schedule_the_budget_holds_and_e
     assert stats.ended.get("cancelled", 0) == 0
     check_winner(details, world.val)
     assert len(stats.commits) == len(details.candidates) - 1
+    assert all(set(scores) == set(range(world.val)) for scores in details.val_subscores)
     assert world.most_running <= slots
     assert stats.peak_slots <= slots
 
@@ -108,16 +112,10 @@ def test_whatever_the_program_the_faults_and_the_schedule_the_budget_holds_and_e
 def test_the_metric_itself_counts_no_more_calls_than_the_budget_on_real_threads_and_loops(
     calls: int, predictors: int, seed: int
 ) -> None:
-    counted: list[int] = []
-
-    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        if pred_name is None:
-            counted.append(1)
-        return digits(gold, pred)
-
+    metric = Scored()
     with dspy.context(lm=task_lm(seed)):
         details = compiled(calls, predictors, seed=seed, metric=metric).detailed_results
-    assert len(counted) == details.total_metric_calls <= (calls if calls >= 39 else calls + 15)
+    assert len(metric.questions) == details.total_metric_calls <= (calls if calls >= 39 else calls + 15)
 
 
 @pytest.mark.parametrize("budget", [{"auto": "light"}, {"max_full_evals": 4}])
@@ -208,27 +206,26 @@ def unspent(calls: int, model: str, predictors: Literal[1, 2] = 1, seed: int = 0
     lm = SimulatedModel("h100-qwen3-8b", seed=seed, reply_model=task.reply_model).lm()
     one = optimizer(calls, metric=task.metric, reflection_lm=lm, num_threads=8, seed=seed)
 
-    async def compile_it() -> Any:
-        with dspy.context(lm=lm):
-            return await one.acompile(task.program(predictors), trainset=task.trainset(10), valset=task.valset(10))
-
-    return calls - run(compile_it).async_stats.metric_calls
+    made = evolved(one, task.program(predictors), task.trainset(10), task.valset(10), {"lm": lm})
+    return calls - made.async_stats.metric_calls
 
 
-@pytest.mark.parametrize("model", ["obliging", "plain", "strong", "rewriting"])
-def test_no_head_is_validated_that_leaves_calls_for_neither_a_step_nor_the_last_heads_validation(model: str) -> None:
-    step = 2 * 3 if model != "rewriting" else 2 * 3 + 10  # a whole text that is better is validated for itself
-    assert unspent(60, model) < step, "two minibatches, and a validation where each child stands for itself"
+STEP, VALIDATION = 2 * 3, 10
 
 
 @pytest.mark.parametrize(
-    ("calls", "model", "predictors", "seed"),
-    [(110, "obliging", 1, 1), (110, "plain", 2, 0), (110, "plain", 1, 2)],
+    ("calls", "model", "predictors", "seed", "most"),
+    [
+        *((60, model, 1, 0, STEP) for model in ("obliging", "plain", "strong")),
+        (60, "rewriting", 1, 0, STEP + VALIDATION),  # a whole text that is better is validated for itself
+        *((110, *run, VALIDATION) for run in (("obliging", 1, 1), ("plain", 2, 0), ("plain", 1, 2))),
+    ],
 )
-def test_calls_kept_for_a_second_validation_pay_steps_where_two_validations_do_not_fit(
-    calls: int, model: str, predictors: Literal[1, 2], seed: int
+def test_no_validation_leaves_calls_that_pay_neither_a_step_nor_another_validation(
+    calls: int, model: str, predictors: Literal[1, 2], seed: int, most: int
 ) -> None:
-    assert unspent(calls, model, predictors, seed) < 10, "a validation"
+    """With 110 calls two more validations do not fit: what was kept for the second one pays steps."""
+    assert unspent(calls, model, predictors, seed) < most
 
 
 class NothingNew(World):
@@ -249,18 +246,12 @@ def test_every_metric_call_is_told_even_one_that_ends_after_the_last_step(seed: 
 @pytest.mark.parametrize("calls", [64, 80, 100])
 def test_a_minibatch_that_is_larger_than_the_training_set_costs_each_example_once(calls: int) -> None:
     """gepa fills it with examples that are in it already; dspy.GEPA runs these again."""
-    sets = {"trainset": examples("t", 9), "valset": examples("v", 9)}
-
-    def ran(size: int) -> Any:
-        one = optimizer(calls, reflection_minibatch_size=size)
-
-        async def compile_it() -> Any:
-            with dspy.context(lm=task_lm()):
-                return await one.acompile(Chain(), **sets)
-
-        return run(compile_it).detailed_results.async_stats
-
-    large, whole = ran(20), ran(9)
+    large, whole = (
+        evolved(
+            optimizer(calls, reflection_minibatch_size=size), Chain(), examples("t", 9), examples("v", 9)
+        ).async_stats
+        for size in (20, 9)
+    )
     assert large.metric_calls <= calls
     assert sum(large.ended.values()) >= sum(whole.ended.values()) > 0
     assert large.metric_calls > calls - 27, "nine of a parent, nine of its child, nine to validate it"

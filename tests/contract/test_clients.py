@@ -20,9 +20,9 @@ from dspy.teleprompt.teleprompt import Teleprompter
 from dspy.utils.callback import BaseCallback
 
 from dspy_flashevolve import AsyncACE, AsyncGEPA, AsyncMetaHarness
-from dspy_flashevolve.sim.virtual import run
 from tests.broken_server import BrokenServer
-from tests.contract.surface import TRAIN, VAL, compiled, optimizer
+from tests.contract.surface import TRAIN, VAL, InThread, compiled, evolved, optimizer
+from tests.contract.test_unanswered import answer as replies
 from tests.fakes import (
     AsyncFakeEngine,
     Chain,
@@ -83,17 +83,6 @@ def test_with_mlflow_autologging_a_compile_leaves_a_run_and_no_traces_as_one_of_
 # Instrumentation: what OpenInference, MLflow and Langfuse do to the calls of dspy's classes
 
 
-class SyncChain(dspy.Module):
-    """Without an ``aforward``: it runs in threads, and calls its LM synchronously."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = [dspy.Predict("question -> answer")]
-
-    def forward(self, question: str) -> dspy.Prediction:
-        return self.steps[0](question=question)
-
-
 @contextmanager
 def instrumented(kind: type, calls: list[str]) -> Generator[None, None, None]:
     """Wrap an LM class's calls, which note the model that is called."""
@@ -130,7 +119,7 @@ class CallsHeard(BaseCallback):
 
 
 @pytest.mark.parametrize("kind", [dspy.LM, dspy.BaseLM])
-@pytest.mark.parametrize("program", [Chain, SyncChain])
+@pytest.mark.parametrize("program", [Chain, InThread])
 def test_what_wraps_the_calls_of_lms_between_two_runs_sees_those_of_the_second_and_none_of_the_third(
     kind: type, program: Callable[[], dspy.Module]
 ) -> None:
@@ -138,8 +127,7 @@ def test_what_wraps_the_calls_of_lms_between_two_runs_sees_those_of_the_second_a
 
     def answer(prompt: str) -> str:
         prompts.append(prompt)
-        number = hashed(prompt)
-        return reply_for(prompt, answer=str(number % 7), new_instruction=f"Instruction {number}")
+        return replies(prompt)
 
     def requests_of_a_run() -> int:
         before = len(prompts)
@@ -154,7 +142,7 @@ def test_what_wraps_the_calls_of_lms_between_two_runs_sees_those_of_the_second_a
         requests_of_a_run()
     assert len(calls) == requests
     assert heard.count == len(prompts), "dspy's callbacks hear of each call once"
-    assert ("sync" if program is SyncChain else "async") in calls
+    assert ("sync" if program is InThread else "async") in calls
 
 
 # A server's failure inside of a 200
@@ -172,8 +160,7 @@ def test_a_failure_inside_of_a_200_is_asked_again_of_task_and_reflection_lm_and_
     def choose(asker: str, request: str) -> str:
         if failures[asker]:
             return failures[asker].pop()
-        number = hashed(request)
-        return reply_for("", answer=str(1 + number % 6), new_instruction=f"Instruction {number}")
+        return replies(request.replace("JSON", ""))
 
     task, reflection = (BrokenServer(functools.partial(choose, asker)) for asker in failures)
     with task, reflection, dspy.context(lm=task.lm("chosen")):
@@ -262,8 +249,7 @@ def test_with_dspys_cache_no_request_is_paid_twice_whoever_runs_a_text_on_an_exa
 
     def answer(prompt: str) -> str:
         requests[prompt] += 1
-        number = hashed(prompt)
-        return reply_for(prompt, answer=str(number % 7), new_instruction=f"Instruction {number}")
+        return replies(prompt)
 
     class Slow(AsyncFakeEngine):
         async def complete(self, request: Any) -> Any:
@@ -273,14 +259,9 @@ def test_with_dspys_cache_no_request_is_paid_twice_whoever_runs_a_text_on_an_exa
 
     engine = FakeEngine(answer)
     lm = dspy.LM("fake/slow", engine=engine, async_engine=Slow(engine), temperature=0.0, num_retries=0)
-    data: Any = {"left out": {}, "the same examples": {"valset": list(DATA)}, "others": {"valset": examples("v", 12)}}
+    data = {"left out": None, "the same examples": list(DATA), "others": examples("v", 12)}
     one = optimizer(150, reflection_lm=lm, search=search, num_threads=16)
-
-    async def compile_it() -> Any:
-        with dspy.context(lm=lm):
-            return await one.acompile(Chain(), trainset=DATA, **data[valset])
-
-    stats = run(compile_it).async_stats
+    stats = evolved(one, Chain(), DATA, data[valset], {"lm": lm}).async_stats
     assert stats.metric_calls <= 150
     assert stats.proposals > 3
     assert set(requests.values()) == {1}

@@ -12,15 +12,13 @@ from typing import Any
 
 import anyio
 import dspy
-import litellm
 import pytest
 from gepa.strategies.proposal_sampling import SameParentSampling
 
 from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.sim.virtual import run
-from tests.contract.surface import check_ends, check_winner
+from tests.contract.surface import check_ends, check_winner, evolved, priced
 from tests.contract.test_replies import field, reply, rules_in, task_lm
-from tests.fakes import CUT_OFF, AsyncFakeEngine, Chain, FakeEngine, examples, fake_lm
+from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, examples, fake_lm
 
 TRAIN, VAL = examples("t", 24), examples("v", 10)
 
@@ -48,12 +46,7 @@ def compiled(reflection: Callable[[str], str], calls: int = 79, model_name: str 
     answers = task_lm(0)
     options["reflection_lm"].model = answers.model = model_name
     optimizer = AsyncGEPA(score, max_metric_calls=calls, num_threads=8, track_stats=True, **options)
-
-    async def main() -> Any:
-        with dspy.context(lm=answers):
-            return await optimizer.acompile(Chain(1), trainset=TRAIN, valset=VAL)
-
-    program = run(main)
+    program = evolved(optimizer, Chain(1), TRAIN, VAL, {"lm": answers})
     check_ends(program.async_stats)
     check_winner(program.detailed_results, len(VAL))
     return program
@@ -82,19 +75,6 @@ def test_a_prompt_that_has_grown_is_written_anew_and_the_clean_text_is_returned_
         made for made in program.detailed_results.candidates if rules_in(text_of(made)) == rules_in(text_of(program))
     ]
     assert len(alike) == 1, "the grown text, which is no better, is no candidate"
-
-
-@pytest.mark.parametrize("consolidates", [lambda text: "Answer.", lambda text: "", lambda text: "rule " * 9999])
-@pytest.mark.parametrize("calls", [79, 130])
-def test_a_consolidation_that_loses_what_was_learnt_is_not_returned(
-    consolidates: Callable[[str], str], calls: int
-) -> None:
-    """With 79 calls the budget pays one last validation, else two."""
-    reflection = Reflection(consolidates)
-    program = compiled(reflection, calls)
-    assert reflection.consolidated
-    assert len(rules_in(text_of(program))) > 3
-    assert text_of(program) not in map(str.strip, reflection.consolidated)
 
 
 def test_children_that_help_join_without_a_screen_and_all_calls_buy_reflections() -> None:
@@ -160,45 +140,12 @@ def test_with_a_slow_reflection_lm_eight_reflections_are_under_way_within_second
     engine, answer = SlowEngine(Reflection(tidy)), Reflection(tidy)
     lm = dspy.LM("fake/slow", engine=FakeEngine(answer), async_engine=engine, cache=False, num_retries=0)
     optimizer = AsyncGEPA(score, max_metric_calls=600, max_seconds=10, reflection_lm=lm, num_threads=32, seed=0)
-    began: list[float] = []
-
-    async def main() -> Any:
-        began.append(anyio.current_time())
-        with dspy.context(lm=task_lm(0)):
-            return await optimizer.acompile(Chain(1), trainset=TRAIN, valset=VAL)
-
-    run(main)
-    assert sum(seconds - began[0] < 10 for seconds in engine.asked) >= 8
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_where_every_reflection_is_cut_off_the_run_ends_and_the_error_says_what_to_do(asynchronous: bool) -> None:
-    numbers = itertools.count(1)
-
-    def half(prompt: str) -> str:
-        return reply(prompt, edits=[], new_instruction=f"- rule {next(numbers)}. And a rule that en") + CUT_OFF
-
-    with pytest.raises(ValueError, match=r"was cut off at its longest length\. Give that LM more max_tokens"):
-        compiled(half, reflection_lm=fake_lm(half, asynchronous=asynchronous))
-
-
-def test_a_few_replies_that_are_cut_off_cost_their_steps_and_nothing_else() -> None:
-    writes, numbers = Reflection(lambda text: text), itertools.count(1)
-    program = compiled(lambda prompt: writes(prompt) + (CUT_OFF if next(numbers) % 4 == 0 else ""))
-    assert program.async_stats.outcome == "finished"
-    assert len(rules_in(text_of(program))) > 2
-
-
-def test_a_prompt_written_anew_that_was_cut_off_is_not_validated() -> None:
-    reflection = Reflection(lambda text: f"Half of {text[:20]}")
-    program = compiled(lambda prompt: reflection(prompt) + (CUT_OFF if "consolidated" in prompt else ""))
-    assert reflection.consolidated
-    assert not any("Half of" in text_of(candidate) for candidate in program.detailed_results.candidates)
+    evolved(optimizer, Chain(1), TRAIN, VAL, {"lm": task_lm(0)})
+    assert sum(seconds < 10 for seconds in engine.asked) >= 8, "virtual time begins with the run"
 
 
 def test_no_text_is_written_anew_once_max_cost_is_spent() -> None:
-    price = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
-    litellm.register_model({"priced": price})
+    priced(fake_lm(str))
     asked: dict[float, list[str]] = {}
     for dollars in (6e-4, 1.0):
         reflection = Reflection(tidy)
@@ -228,26 +175,15 @@ def test_a_run_that_was_left_while_its_last_head_is_written_anew_validates_that_
     assert len(rules_in(text_of(program))) > 3
 
 
-def feedback_on(names: str) -> Any:
-    """A metric that raises where it is asked for feedback on other predictors than those of these names."""
-
+def test_where_one_predictor_gets_no_feedback_the_others_are_reflected_on() -> None:
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        if pred_name is not None and pred_name not in names:
+        if pred_name == "steps[1]":
             raise LookupError("no feedback on this predictor")
         return dspy.Prediction(score=float(pred.answer.split()[-1]), feedback="Add rules.")
 
-    return metric
-
-
-def test_where_one_predictor_gets_no_feedback_the_others_are_reflected_on() -> None:
     optimizer = AsyncGEPA(
-        feedback_on("steps[0]"), max_metric_calls=60, reflection_lm=fake_lm(Reflection(tidy)), num_threads=8,
+        metric, max_metric_calls=60, reflection_lm=fake_lm(Reflection(tidy)), num_threads=8,
         component_selector="all", track_stats=True,
     )  # fmt: skip
-
-    async def main() -> Any:
-        with dspy.context(lm=task_lm(0)):
-            return await optimizer.acompile(Chain(2), trainset=TRAIN, valset=VAL)
-
-    program = run(main)
+    program = evolved(optimizer, Chain(2), TRAIN, VAL, {"lm": task_lm(0)})
     assert program.async_stats.proposals > 3

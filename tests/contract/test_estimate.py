@@ -5,24 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import dspy
-import litellm
 import pytest
 
 from dspy_flashevolve import AsyncGEPA, DataError, RunAbortedError
-from tests.contract.surface import TRAIN, VAL, optimizer, raising
+from tests.contract.surface import TRAIN, VAL, optimizer, priced, raising
 from tests.fakes import Chain, digits, examples, fake_lm, reflection_lm, reply_for, task_lm
-
-PRICE = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
-
-
-@pytest.fixture(autouse=True)
-def prices() -> None:
-    litellm.register_model({"cheap": PRICE})
-
-
-def priced(lm: Any) -> Any:
-    lm.model = "cheap"
-    return lm
 
 
 def estimated(calls: int | None = 150, student: Any = None, **options: Any) -> Any:

@@ -71,17 +71,22 @@ def called(*arguments: Any, **options: Any) -> Any:
     CALLED.append("a function")
 
 
+def noted(name: str, result: Any = None) -> Any:
+    """A method that notes that it was called."""
+
+    def method(*arguments: Any, **options: Any) -> Any:
+        CALLED.append(name)
+        return result
+
+    return method
+
+
 class Watching(type):
     """A class that notes it when it is called, written to or subscribed."""
 
-    def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        CALLED.append(f"{cls.__name__}()")
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        CALLED.append(f"{cls.__name__}.{name} =")
-
-    def __class_getitem__(cls, item: Any) -> Any:
-        CALLED.append(f"{cls.__name__}[]")
+    __call__ = noted("()")
+    __setattr__ = noted("=")
+    __class_getitem__ = noted("[]")
 
 
 class Watched:
@@ -91,29 +96,13 @@ class Watched:
         CALLED.append(f"{cls.__name__}.__new__")
         return object.__new__(cls)
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        CALLED.append("__init__")
-
-    def __class_getitem__(cls, item: Any) -> Any:
-        CALLED.append("__class_getitem__")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        CALLED.append("__setattr__")
-
-    def __setstate__(self, state: Any) -> None:
-        CALLED.append("__setstate__")
-
-    def __hash__(self) -> int:
-        CALLED.append("__hash__")
-        return 1
-
-    def __del__(self) -> None:
-        CALLED.append("__del__")
-
-    def append(self, value: Any) -> None:
-        CALLED.append("append")
-
-    extend = add = update = __setitem__ = append
+    __init__ = noted("__init__")
+    __class_getitem__ = noted("__class_getitem__")
+    __setattr__ = noted("__setattr__")
+    __setstate__ = noted("__setstate__")
+    __hash__ = noted("__hash__", 1)
+    __del__ = noted("__del__")
+    append = extend = add = update = __setitem__ = noted("append")
 
 
 @dataclass(init=False, unsafe_hash=False)
@@ -126,37 +115,20 @@ class Guarded:
     """Plain data, whose construction is code."""
 
     field: Any = None
-
-    def __post_init__(self) -> None:
-        CALLED.append("__post_init__")
-
-    def append(self, value: Any) -> None:
-        CALLED.append("append")
-
-    extend = add = update = __setitem__ = append
-
-    def __hash__(self) -> int:
-        CALLED.append("__hash__")
-        return 1
+    __post_init__ = noted("__post_init__")
+    __hash__ = noted("__hash__", 1)
+    append = extend = add = update = __setitem__ = noted("append")
 
 
 class GuardedModel(BaseModel):
     field: Any = None
-
-    def model_post_init(self, context: Any) -> None:
-        CALLED.append("model_post_init")
-
-    def __class_getitem__(cls, item: Any) -> Any:
-        CALLED.append("__class_getitem__")
-
-    def __hash__(self) -> int:
-        CALLED.append("__hash__")
-        return 1
+    model_post_init = noted("model_post_init")
+    __class_getitem__ = noted("__class_getitem__")
+    __hash__ = noted("__hash__", 1)
 
 
 class GuardedExample(dspy.Example):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        CALLED.append("__init__")
+    __init__ = noted("__init__")
 
 
 class GuardedPair(NamedTuple("Pair", [("left", Any), ("right", Any)])):
@@ -164,9 +136,7 @@ class GuardedPair(NamedTuple("Pair", [("left", Any), ("right", Any)])):
         CALLED.append("__new__")
         return tuple.__new__(cls, arguments)
 
-    def __hash__(self) -> int:
-        CALLED.append("__hash__")
-        return 1
+    __hash__ = noted("__hash__", 1)
 
 
 class GuardedChoice(Enum):
@@ -414,6 +384,17 @@ def test_a_checkpoint_with_every_kind_of_data_is_gone_on_from(tmp_path: Path, mo
             assert (type(more), repr(more)) == (type(expected), repr(expected))
 
 
+def test_outputs_that_json_does_not_have_end_no_run(tmp_path: Path) -> None:
+    """gepa writes the best outputs into the directory, those of the seed before anything else."""
+    student, calls = Answering({(1, 2): "keys that are no text"}), [40, 150]
+    first, again = (
+        compiled(tmp_path, number, student=student, track_best_outputs=True).detailed_results for number in calls
+    )
+    assert again.total_metric_calls > first.total_metric_calls
+    assert all(found[0][1].answer for found in again.best_outputs_valset.values())
+    assert problems(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -571,20 +552,24 @@ def test_no_text_of_others_moves_the_cursor_of_a_log(
 QUOTED = 'pass"word\\with-7\tquotes-é'
 
 
-def test_a_secret_is_found_however_json_spells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a text, in JSON as a tool's arguments are, in JSON within JSON, with and without escapes of other letters."""
+def test_no_secret_stands_in_a_journal_however_json_spells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the environment, of LMs and of the optimizer; in a text, in JSON as a tool's arguments are, in JSON within
+    JSON, with and without escapes of other letters."""
     monkeypatch.setenv("SOME_PASSWORD", QUOTED)
     spellings = [QUOTED]
     for ascii_only in (True, False, True):
         spellings.append(json.dumps({"value": spellings[-1]}, ensure_ascii=ascii_only))
+    reflecting, more = reflection_lm(), ["wandb-0123456789abcdef", "sk-lm-0123456789abcdef"]
+    reflecting.kwargs["api_key"] = more[1]
 
     def leaking(gold: Any, pred: Any, *rest: Any) -> Any:
-        return dspy.Prediction(score=digits(gold, pred).score, feedback=" ".join(spellings))
+        told = [*spellings, *more, "Authorization: Bearer abcdef123456"]
+        return dspy.Prediction(score=digits(gold, pred).score, feedback=" ".join(told))
 
-    compiled(tmp_path, metric=leaking)
+    compiled(tmp_path, metric=leaking, reflection_lm=reflecting, wandb_api_key=more[0])
     written = b"".join(path.read_bytes() for path in tmp_path.glob("journal.sqlite*"))
     assert b"[redacted]" in written
-    for part in (b"quotes-", b"with-7", b'pass"', b"pass\\"):
+    for part in (b"quotes-", b"with-7", b'pass"', b"pass\\", b"wandb-0", b"sk-lm-0", b"abcdef123456"):
         assert part not in written
     assert problems(tmp_path) == []
 
@@ -643,19 +628,6 @@ def damage(path: Path, draw: random.Random) -> str:
     return f"{statement} {values}"
 
 
-def check_damaged(interrupted: Path, tmp_path: Path, seed: int) -> None:
-    run, out = tmp_path / "run", str(tmp_path / "out")
-    shutil.rmtree(run, ignore_errors=True)
-    shutil.copytree(interrupted, run)
-    what = f"{seed}: {damage(run / 'journal.sqlite', random.Random(seed))}"
-    for name, *more in COMMANDS:
-        status, _, complaint = command(name, str(run), *(word.replace("OUT", out) for word in more))
-        assert status in ((0, 1, 3) if name == "check" else (0, 2, 3)), what
-        assert len(complaint.splitlines()) == (status in (2, 3)), what
-    with contextlib.suppress(FlashEvolveError):
-        compiled(run, 90, num_threads=2)
-
-
 def test_what_a_journal_cannot_tell_any_more_is_said_to_be_damaged(interrupted: Path, tmp_path: Path) -> None:
     changes = [
         "DELETE FROM candidates",
@@ -679,15 +651,21 @@ def test_what_a_journal_cannot_tell_any_more_is_said_to_be_damaged(interrupted: 
             compiled(run, 90, num_threads=2)
 
 
-def test_no_damage_of_a_journal_ends_in_an_error_of_another_kind(interrupted: Path, tmp_path: Path) -> None:
-    for seed in range(4):
-        check_damaged(interrupted, tmp_path, seed)
-
-
-@pytest.mark.long
-def test_no_damage_of_many_ends_in_an_error_of_another_kind(interrupted: Path, tmp_path: Path) -> None:
-    for seed in range(4, 100):
-        check_damaged(interrupted, tmp_path, seed)
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 100), marks=pytest.mark.long)], ids=["few", "many"])
+def test_no_damage_of_a_journal_ends_in_an_error_of_another_kind(
+    interrupted: Path, tmp_path: Path, seeds: range
+) -> None:
+    run, out = tmp_path / "run", str(tmp_path / "out")
+    for seed in seeds:
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(interrupted, run)
+        what = f"{seed}: {damage(run / 'journal.sqlite', random.Random(seed))}"
+        for name, *more in COMMANDS:
+            status, _, complaint = command(name, str(run), *(word.replace("OUT", out) for word in more))
+            assert status in ((0, 1, 3) if name == "check" else (0, 2, 3)), what
+            assert len(complaint.splitlines()) == (status in (2, 3)), what
+        with contextlib.suppress(FlashEvolveError):
+            compiled(run, 90, num_threads=2)
 
 
 @pytest.mark.parametrize("name", ["gepa_state.bin", "candidates.json", "generated_best_outputs_valset"])

@@ -15,7 +15,7 @@ from dspy.utils.exceptions import LMAuthError
 from pydantic import BaseModel, ConfigDict, Field
 
 from dspy_flashevolve import AsyncGEPA, Edits, Full, Guarded, Reflective, RunAbortedError
-from tests.contract.surface import Sum, check_ends, facts, journal_of, problems, sql
+from tests.contract.surface import Scored, Sum, check_ends, facts, journal_of, problems, sql
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
 
 TRAIN, VAL = examples("t", 7), examples("v", 8)
@@ -42,20 +42,16 @@ class Refusing:
 
 def run(
     log_dir: Path | None, calls: int = 90, seed: int = 1, predictors: int = 2, task_at: int | None = None,
-    reflection_at: int | None = None, metric: Any = digits, **options: Any,
+    reflection_at: int | None = None, metric: Any = digits, kind: Any = AsyncGEPA, student: Any = None,
+    trainset: Any = TRAIN, valset: Any = VAL, **options: Any,
 ) -> Any:  # fmt: skip
     task, reflection = Refusing("answer", seed, task_at), Refusing("new_instruction", seed, reflection_at)
     with dspy.context(lm=task.lm):
-        optimizer = AsyncGEPA(
-            metric,
-            max_metric_calls=calls,
-            reflection_lm=reflection.lm,
-            log_dir=None if log_dir is None else str(log_dir),
-            track_stats=True,
-            seed=seed,
-            **options,
-        )
-        return optimizer.compile(Chain(predictors), trainset=TRAIN, valset=VAL).detailed_results
+        optimizer = kind(
+            metric, max_metric_calls=calls, reflection_lm=reflection.lm, track_stats=True, seed=seed,
+            log_dir=None if log_dir is None else str(log_dir), **options,
+        )  # fmt: skip
+        return optimizer.compile(student or Chain(predictors), trainset=trainset, valset=valset).detailed_results
 
 
 @pytest.mark.parametrize("reflection_at", [1, 5])
@@ -66,6 +62,24 @@ def test_lockstep_aborted_in_a_reflection_goes_on_as_if_it_had_not_been(tmp_path
         run(tmp_path, calls, schedule="lockstep", reflection_at=reflection_at)
     assert facts(run(tmp_path, calls, schedule="lockstep")) == facts(whole)
     assert problems(tmp_path) == []
+
+
+@pytest.mark.parametrize(("predictors", "seed"), [(1, 0), (2, 1)])
+def test_lockstep_stopped_at_every_step_has_the_candidates_of_a_run_that_was_not(
+    tmp_path: Path, predictors: int, seed: int
+) -> None:
+    """Merges included: with two predictors gepa merges."""
+    options: dict[str, Any] = {"seed": seed, "predictors": predictors, "schedule": "lockstep"}
+    whole = run(None, 100, **options)
+    calls, sessions, stopped = 0, 0, None
+    while calls < whole.total_metric_calls:
+        steps = iter((False,))  # a stopper is asked once before the first step
+        stop = {"stop_callbacks": [lambda state, steps=steps: next(steps, True)]}
+        stopped = run(tmp_path, 100, gepa_kwargs=stop, **options)
+        calls, sessions = stopped.total_metric_calls, sessions + 1
+        assert sessions < 200
+    assert sessions > 5
+    assert facts(stopped) == facts(whole)
 
 
 @pytest.mark.long
@@ -87,19 +101,13 @@ def test_lockstep_aborted_again_and_again_in_rollouts_goes_on_as_if_it_had_not_b
 
 
 def test_the_seeds_validation_goes_on_where_it_was_and_is_not_paid_twice(tmp_path: Path) -> None:
-    scored: list[str] = []
-
-    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        if pred_name is None:
-            scored.append(gold.question)
-        return digits(gold, pred, trace, pred_name, pred_trace)
-
+    metric = Scored()
     with pytest.raises(RunAbortedError):
         run(tmp_path, schedule="lockstep", num_threads=1, predictors=1, task_at=5, metric=metric, calls=8)
     assert not (tmp_path / "gepa_state.bin").exists()
-    assert len(scored) == 4
+    assert len(metric.questions) == 4
     details = run(tmp_path, schedule="lockstep", num_threads=1, predictors=1, metric=metric, calls=8)
-    assert sorted(scored) == sorted(example.question for example in VAL)
+    assert sorted(metric.questions) == sorted(example.question for example in VAL)
     assert details.total_metric_calls == 8
 
 
@@ -139,22 +147,10 @@ def looking(directory: Path, reflection_at: int | None = None) -> tuple[Any, lis
         ]
         for name in ("trainset", "valset")
     }
-    scored: list[str] = []
-
-    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        if pred_name is None:
-            scored.append(gold.question)
-        return digits(gold, pred, trace, pred_name, pred_trace)
-
-    reflection = Refusing("new_instruction", 1, reflection_at)
-    with dspy.context(lm=Refusing("answer", 1, None).lm):
-        optimizer = AsyncGEPA(
-            metric, max_metric_calls=40, reflection_lm=reflection.lm, log_dir=str(directory), track_stats=True,
-            schedule="lockstep", seed=1,
-        )  # fmt: skip
-        with suppress(RunAbortedError):
-            return optimizer.compile(Looking(), **sets).detailed_results, scored
-    return None, scored
+    metric, options = Scored(), {"schedule": "lockstep", "student": Looking(), **sets}
+    with suppress(RunAbortedError):
+        return run(directory, 40, metric=metric, reflection_at=reflection_at, **options), metric.questions
+    return None, metric.questions
 
 
 def test_a_run_whose_traces_hold_pictures_and_sounds_goes_on_and_pays_nothing_twice(tmp_path: Path) -> None:
@@ -182,18 +178,10 @@ def test_a_trace_that_cannot_be_kept_is_made_anew_and_not_called_paid_twice(tmp_
         async def aforward(self, question: str) -> dspy.Prediction:
             return dspy.Prediction(answer=(await super().aforward(question)).answer, held=Opaque())
 
-    def once(reflection_at: int | None) -> Any:
-        with dspy.context(lm=Refusing("answer", 1, None).lm):
-            optimizer = AsyncGEPA(
-                digits, max_metric_calls=60, log_dir=str(tmp_path), track_stats=True, schedule="lockstep",
-                reflection_lm=Refusing("new_instruction", 1, reflection_at).lm,
-            )  # fmt: skip
-            return optimizer.compile(Holding(1), trainset=TRAIN, valset=VAL).detailed_results
-
     for _ in range(2):
         with pytest.raises(RunAbortedError):
-            once(1)
-    assert once(None).total_metric_calls >= 60
+            run(tmp_path, 60, schedule="lockstep", reflection_at=1, student=Holding())
+    assert run(tmp_path, 60, schedule="lockstep", student=Holding()).total_metric_calls >= 60
     assert problems(tmp_path) == []
 
 
@@ -208,49 +196,42 @@ def test_a_run_goes_on_with_minibatches_of_another_size(tmp_path: Path, schedule
     assert problems(tmp_path) == []
 
 
+def whole(gold: Any, pred: Any, *rest: Any) -> Any:
+    return digits(gold, pred, *rest)
+
+
+def halved(gold: Any, pred: Any, *rest: Any) -> Any:
+    return digits(gold, pred, *rest) / 2
+
+
+class Metric:
+    def __call__(self, gold: Any, pred: Any, *rest: Any) -> Any:
+        return self.scaled(digits(gold, pred, *rest))
+
+    @staticmethod
+    def scaled(judgement: Any) -> Any:
+        return judgement
+
+
+class Halved(Metric):
+    @staticmethod
+    def scaled(judgement: Any) -> Any:
+        return judgement / 2
+
+
+halved.__qualname__, Halved.__qualname__ = whole.__qualname__, Metric.__qualname__
+
+
+@pytest.mark.parametrize(("before", "after"), [(whole, halved), (Metric(), Halved())], ids=["function", "method"])
 def test_a_run_that_goes_on_with_another_text_of_its_metric_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: Any, after: Any
 ) -> None:
-    def metric(gold: Any, pred: Any, *rest: Any) -> Any:
-        return digits(gold, pred, *rest)
-
-    def halved(gold: Any, pred: Any, *rest: Any) -> Any:
-        return digits(gold, pred, *rest) / 2
-
-    halved.__qualname__ = metric.__qualname__
     for calls in (50, 60):
-        run(tmp_path, calls, metric=metric)
+        run(tmp_path, calls, metric=before)
     assert "source of the" not in caplog.text
-    run(tmp_path, 70, metric=halved)
+    run(tmp_path, 70, metric=after)
     assert "the source of the metric has changed since the last session" in caplog.text
     assert "Give another log_dir if it scores otherwise now" in caplog.text
-
-
-def test_a_run_that_goes_on_with_another_method_of_its_metric_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Metric:
-        def __call__(self, gold: Any, pred: Any, *rest: Any) -> Any:
-            return self.scaled(digits(gold, pred, *rest))
-
-        @staticmethod
-        def scaled(judgement: Any) -> Any:
-            return judgement
-
-    class Halved(Metric):
-        def __call__(self, gold: Any, pred: Any, *rest: Any) -> Any:
-            return self.scaled(digits(gold, pred, *rest))
-
-        @staticmethod
-        def scaled(judgement: Any) -> Any:
-            return judgement / 2
-
-    Halved.__qualname__ = Metric.__qualname__
-    for calls in (50, 60):
-        run(tmp_path, calls, metric=Metric())
-    assert "source of the" not in caplog.text
-    run(tmp_path, 70, metric=Halved())
-    assert "the source of the metric has changed since the last session" in caplog.text
 
 
 def test_a_finished_run_that_is_taken_up_again_pays_nothing(tmp_path: Path) -> None:
@@ -266,12 +247,7 @@ def test_a_reflection_that_was_paid_before_the_interruption_is_used_after_it(tmp
         reflected.append(str(sorted(record["Inputs"]["question"] for record in reflective_dataset["steps[0]"])))
         return {name: f"Instruction {hashed(len(reflected))}" for name in components_to_update}
 
-    options: dict[str, Any] = {
-        "schedule": "lockstep",
-        "num_threads": 1,
-        "predictors": 1,
-        "instruction_proposer": proposer,
-    }
+    options = {"schedule": "lockstep", "num_threads": 1, "predictors": 1, "instruction_proposer": proposer}
     with pytest.raises(RunAbortedError):
         run(tmp_path, task_at=8 + 3 + 2, **options)  # in the first screen
     assert len(reflected) == 1
@@ -359,13 +335,7 @@ def test_a_run_of_an_earlier_version_with_its_names_goes_on_and_says_so(
 def test_an_asynchronous_run_goes_on_and_pays_no_finished_rollout_twice(
     tmp_path: Path, task_at: int, search: Any
 ) -> None:
-    scored: list[str] = []
-
-    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        if pred_name is None:
-            scored.append(gold.question)
-        return digits(gold, pred, trace, pred_name, pred_trace)
-
+    metric = Scored()
     options: dict[str, Any] = {
         "stale_candidate_reflection": Sum(), "num_threads": 8, "predictors": 1, "metric": metric, "search": search,
         "staleness": Reflective(min_gap=0),
@@ -374,25 +344,18 @@ def test_an_asynchronous_run_goes_on_and_pays_no_finished_rollout_twice(
         run(tmp_path, 130, task_at=task_at, **options)
     known = json.loads((tmp_path / "candidates.json").read_text()) if (tmp_path / "candidates.json").exists() else []
     details = run(tmp_path, 130, **options)
-    texts = [
-        {name: one.signature.instructions for name, one in program.named_predictors()} for program in details.candidates
-    ]
-    assert texts[: len(known)] == known
-    assert len(scored) == details.total_metric_calls <= 130
+    assert facts(details)[0][: len(known)] == known
+    assert len(metric.questions) == details.total_metric_calls <= 130
     check_ends(details.async_stats)
     assert problems(tmp_path) == []
 
 
-def test_gepa_itself_goes_on_and_then_this_engine_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_gepa_itself_goes_on_and_then_this_engine_again(tmp_path: Path, schedule: Any) -> None:
     """AsyncGEPA, then dspy.GEPA on the same directory, then AsyncGEPA: nothing is lost, and all is counted."""
-    first = run(tmp_path, 60, schedule="lockstep")
-    task, reflection = Refusing("answer", 1, None), Refusing("new_instruction", 1, None)
-    with dspy.context(lm=task.lm):
-        optimizer = dspy.GEPA(
-            digits, max_metric_calls=100, reflection_lm=reflection.lm, log_dir=str(tmp_path), track_stats=True, seed=1
-        )
-        second = optimizer.compile(Chain(2), trainset=TRAIN, valset=VAL).detailed_results
-    third = run(tmp_path, second.total_metric_calls + 40, schedule="lockstep")
+    first = run(tmp_path, 60, schedule=schedule)
+    second = run(tmp_path, 100, kind=dspy.GEPA)
+    third = run(tmp_path, second.total_metric_calls + 40, schedule=schedule)
     earlier, later = facts(second)[0], facts(third)[0]
     assert facts(first)[0] == earlier[: len(first.candidates)]
     assert earlier == later[: len(earlier)]
@@ -402,12 +365,7 @@ def test_gepa_itself_goes_on_and_then_this_engine_again(tmp_path: Path) -> None:
 
 
 def test_a_run_of_gepas_goes_on_without_a_journal_from_before(tmp_path: Path) -> None:
-    task, reflection = Refusing("answer", 1, None), Refusing("new_instruction", 1, None)
-    with dspy.context(lm=task.lm):
-        optimizer = dspy.GEPA(
-            digits, max_metric_calls=80, reflection_lm=reflection.lm, log_dir=str(tmp_path), track_stats=True, seed=1
-        )
-        theirs = optimizer.compile(Chain(2), trainset=TRAIN, valset=VAL).detailed_results
+    theirs = run(tmp_path, 80, kind=dspy.GEPA)
     ours = run(tmp_path, theirs.total_metric_calls + 60)
     assert facts(ours)[0][: len(theirs.candidates)] == facts(theirs)[0]
     assert problems(tmp_path) == []
@@ -423,22 +381,14 @@ def test_a_commit_that_gepas_checkpoint_missed_is_made_again_from_the_journal(tm
     state = pickle.loads(path.read_bytes())
     last = len(state["program_candidates"]) - 1
     assert last >= 2
-    before = run_until(last, tmp_path.parent / "shorter")
+    before = tmp_path.parent / "shorter"
+    stop = {"stop_callbacks": [lambda state: len(state.program_candidates) >= last]}
+    run(before, 110, schedule="lockstep", gepa_kwargs=stop)
     path.write_bytes((before / "gepa_state.bin").read_bytes())
     (tmp_path / "candidates.json").write_text((before / "candidates.json").read_text())
     again = run(tmp_path, 110, schedule="lockstep", task_at=1, reflection_at=1)
     assert facts(again)[:4] == facts(whole)[:4]
     assert problems(tmp_path) == []
-
-
-def run_until(candidates: int, directory: Path) -> Path:
-    """The same run, stopped when the pool has so many candidates."""
-
-    def full(state: Any) -> bool:
-        return len(state.program_candidates) >= candidates
-
-    run(directory, 110, schedule="lockstep", gepa_kwargs={"stop_callbacks": [full]})
-    return directory
 
 
 def test_without_its_journal_a_run_goes_on_from_gepas_checkpoint_and_what_was_spent_counts(tmp_path: Path) -> None:
@@ -473,29 +423,3 @@ def test_what_was_spent_on_reflections_before_counts(tmp_path: Path) -> None:
     assert again.async_stats.stop_reason == "max_reflection_calls=4 is spent"
     more = run(tmp_path, 500, max_reflection_calls=6, schedule="lockstep")
     assert more.async_stats.reflection_calls == 2
-
-
-def test_the_journal_holds_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of LMs, of the optimizer and of the environment; in settings, errors and outputs alike."""
-    secrets = ["sk-lm-0123456789abcdef", "wandb-0123456789abcdef", "env-0123456789abcdef"]
-    monkeypatch.setenv("SOME_API_KEY", secrets[2])
-
-    def leaking(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        result = digits(gold, pred, trace, pred_name, pred_trace)
-        return dspy.Prediction(score=result.score, feedback=" ".join([*secrets, "Authorization: Bearer abcdef123456"]))
-
-    task = Refusing("answer", 1, None)
-    task.lm.kwargs["api_key"] = secrets[0]
-    with dspy.context(lm=task.lm):
-        optimizer = AsyncGEPA(
-            leaking,
-            max_metric_calls=60,
-            reflection_lm=Refusing("new_instruction", 1, None).lm,
-            log_dir=str(tmp_path),
-            wandb_api_key=secrets[1],
-        )
-        optimizer.compile(Chain(1), trainset=TRAIN, valset=VAL)
-    written = b"".join(path.read_bytes() for path in tmp_path.glob(f"{journal_of(tmp_path).name}*"))
-    assert b"[redacted]" in written
-    for secret in (*secrets, "abcdef123456"):
-        assert secret.encode() not in written

@@ -12,39 +12,35 @@ from gepa.strategies.proposal_sampling import IndependentSampling, PxNSampling
 from gepa.strategies.proposal_selection import BestImprovement, TopKImprovements
 
 from dspy_flashevolve import AsyncGEPA
+from tests.contract.surface import Heard
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for, task_lm
 
 NEVER_SAME = ("log_dir",)
 
 
-class Log:
-    """Records the names, iterations and payloads of every gepa callback."""
+def log_to(events: list[tuple[Any, ...]]) -> Heard:
+    """A callback that keeps the names, iterations and payloads of everything that gepa tells."""
 
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, ...]] = []
+    def record(name: str, event: dict[str, Any]) -> None:
+        scores = event.get("scores"), event.get("new_score"), event.get("metric_calls_used")
+        texts = event.get("candidate"), event.get("new_instructions"), event.get("new_candidate_idx")
+        events.append((name, event.get("iteration"), *scores, *texts, event.get("parent_ids")))
 
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("on_"):
-            raise AttributeError(name)
-
-        def record(event: dict[str, Any]) -> None:
-            scores = event.get("scores"), event.get("new_score"), event.get("metric_calls_used")
-            texts = event.get("candidate"), event.get("new_instructions"), event.get("new_candidate_idx")
-            self.events.append((name, event.get("iteration"), *scores, *texts, event.get("parent_ids")))
-
-        return record
+    return Heard(record)
 
 
-def result_of(kind: Any, seed: int, predictors: int = 1, calls: int = 110, **options: Any) -> tuple[Any, Any]:
+def result_of(
+    kind: Any, seed: int, predictors: int = 1, calls: int = 110, lm: Any = None, **options: Any
+) -> tuple[Any, Any]:
     """Compile with ``kind``; the detailed results as data, and what its callbacks heard."""
-    log = Log()
+    events: list[tuple[Any, ...]] = []
     settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 4, "track_stats": True, "seed": seed}
-    settings |= options | {"gepa_kwargs": {"callbacks": [log], **options.get("gepa_kwargs", {})}}
+    settings |= options | {"gepa_kwargs": {"callbacks": [log_to(events)], **options.get("gepa_kwargs", {})}}
     optimizer = kind(digits, reflection_lm=reflection_lm(seed), **settings)
-    with dspy.context(lm=task_lm(seed)):
+    with dspy.context(lm=lm or task_lm(seed)):
         program = optimizer.compile(Chain(predictors), trainset=examples("t", 7), valset=examples("v", 9))
     result = program.detailed_results.to_dict()
-    return {name: value for name, value in result.items() if name not in NEVER_SAME}, log.events
+    return {name: value for name, value in result.items() if name not in NEVER_SAME}, events
 
 
 def assert_same(seed: int, predictors: int = 1, **options: Any) -> tuple[dict[str, Any], set[str]]:
@@ -85,18 +81,14 @@ def test_lockstep_equals_gepa_where_a_merge_was_accepted() -> None:
         {"gepa_kwargs": {"sampling_strategy": IndependentSampling(3)}, "reflection_minibatch_size": 4},
         {"gepa_kwargs": {"sampling_strategy": PxNSampling(2, 2), "selection_strategy": BestImprovement()}},
         {"gepa_kwargs": {"sampling_strategy": IndependentSampling(4), "selection_strategy": TopKImprovements(2)}},
-        {
-            "gepa_kwargs": {"acceptance_criterion": "improvement_or_equal"},
-            "candidate_selection_strategy": "current_best",
-        },
-        {
-            "gepa_kwargs": {"acceptance_criterion": ImprovementOrEqualAcceptance()},
-            "candidate_selection_strategy": "epsilon_greedy",
-        },
+        {"gepa_kwargs": {"acceptance_criterion": "improvement_or_equal"},
+         "candidate_selection_strategy": "current_best"},
+        {"gepa_kwargs": {"acceptance_criterion": ImprovementOrEqualAcceptance()},
+         "candidate_selection_strategy": "epsilon_greedy"},
         {"component_selector": "all", "skip_perfect_score": False, "perfect_score": 0.5},
         {"max_full_evals": 8, "max_metric_calls": None},
     ],
-)
+)  # fmt: skip
 def test_lockstep_equals_gepa_with_each_strategy_that_a_user_can_pass(options: dict[str, Any]) -> None:
     assert_same(1, 2, calls=80, **options)
 
@@ -106,22 +98,8 @@ def test_lockstep_equals_gepa_on_data_whose_replies_fail_to_parse() -> None:
         number = hashed(prompt) % 10
         return "no format at all" if number < 3 else reply_for(prompt, answer=str(number % 7))
 
-    results = []
-    for kind, options in ((dspy.GEPA, {}), (AsyncGEPA, {"schedule": "lockstep"})):
-        optimizer = kind(
-            digits,
-            max_metric_calls=80,
-            reflection_lm=reflection_lm(),
-            num_threads=1,
-            track_stats=True,
-            add_format_failure_as_feedback=True,
-            **options,
-        )
-        with dspy.context(lm=fake_lm(answer)):
-            program = optimizer.compile(Chain(), trainset=examples("t", 7), valset=examples("v", 9))
-        results.append(program.detailed_results.to_dict())
-    assert results[1] == results[0]
-    assert 0.0 in results[0]["val_subscores"][0].values(), "some replies must have failed"
+    expected, _ = assert_same(0, calls=80, num_threads=1, add_format_failure_as_feedback=True, lm=fake_lm(answer))
+    assert 0.0 in expected["val_subscores"][0].values(), "some replies must have failed"
 
 
 @pytest.mark.parametrize("kind", [dspy.GEPA, AsyncGEPA])

@@ -29,8 +29,8 @@ from dspy_flashevolve import (
     RunAbortedError,
 )
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from tests.contract.surface import left_threads, steps_of
+from dspy_flashevolve.sim.virtual import SimulatedModel
+from tests.contract.surface import evolved, left_threads, steps_of
 from tests.fakes import fake_lm, reply_for
 
 LAYERS = ("user", "namespaces", "landlock", "seccomp")
@@ -68,17 +68,10 @@ class Watched(InProcessStandIn):
 def search(sandbox: Any = None, train: int = 6, val: int = 8, same: bool = False, **arguments: Any) -> Harness:
     """A search in virtual time; with ``same``, candidates are scored on the trainset."""
     given = {"iterations": 4, "k": 2, "proposers": 2, "num_threads": 8, **arguments}
-
-    async def main() -> Harness:
-        model = given.pop("task_model", None) or SimulatedModel(seed=0, reply_model=TASK.reply_model)
-        lm = model.lm()
-        given.setdefault("proposer_lm", lm)
-        optimizer = AsyncMetaHarness(TASK.metric, sandbox=sandbox or Watched(), **given)
-        with dspy.context(lm=lm):
-            valset = None if same else TASK.valset(val)
-            return await optimizer.acompile(student(), trainset=TASK.trainset(train), valset=valset)
-
-    return run(main)
+    lm = (given.pop("task_model", None) or SimulatedModel(seed=0, reply_model=TASK.reply_model)).lm()
+    made = given.pop("program", None) or student()
+    optimizer = AsyncMetaHarness(TASK.metric, sandbox=sandbox or Watched(), **{"proposer_lm": lm, **given})
+    return evolved(optimizer, made, TASK.trainset(train), None if same else TASK.valset(val), {"lm": lm})
 
 
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
@@ -292,6 +285,7 @@ class Hostile(dspy.Module):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 def test_with_the_real_sandbox_a_harness_learns_and_a_hostile_one_fails() -> None:
     """The learner knows by memory what the LM does not; the metric judges in this process."""
@@ -317,11 +311,6 @@ def test_with_the_real_sandbox_a_harness_learns_and_a_hostile_one_fails() -> Non
     assert [candidate.draft.name for candidate in found.failed] == ["hostile"]
     assert found.failed[0].failure.reason in ("cpu", "time")
     assert found.front == (1,)
-
-
-def test_acompile_is_the_awaitable_twin_of_compile() -> None:
-    assert asyncio.iscoroutinefunction(AsyncMetaHarness.acompile)
-    assert issubclass(AsyncMetaHarness, dspy.teleprompt.Teleprompter)
 
 
 # Faults and stops
@@ -369,16 +358,7 @@ def test_a_harness_is_saved_and_loaded_with_its_source(tmp_path: Path) -> None:
 def test_the_student_is_not_changed() -> None:
     program = student()
     before = program.dump_state()
-
-    async def main() -> Any:
-        lm = SimulatedModel(seed=0, reply_model=TASK.reply_model).lm()
-        optimizer = AsyncMetaHarness(
-            TASK.metric, sandbox=Watched(), proposer_lm=lm, iterations=2, k=2, proposers=2, num_threads=8
-        )
-        with dspy.context(lm=lm):
-            return await optimizer.acompile(program, trainset=TASK.trainset(4), valset=TASK.valset(4))
-
-    run(main)
+    search(iterations=2, program=program)
     assert program.dump_state() == before
 
 
@@ -430,18 +410,20 @@ class Answerer(dspy.Module):
 """
 
 
-def calls_of(*calls: tuple[str, dict[str, Any]], modules: str) -> Callable[[str], str]:
-    """The replies of an agent that makes these tool calls in turn, and then submits these modules."""
+class Agent:
+    """Replies of an agent that makes these tool calls in turn, and then submits these modules; keeps its prompts."""
 
-    def reply(prompt: str) -> str:
-        fields = {"reasoning": "-", "modules": modules}
+    def __init__(self, *calls: tuple[str, dict[str, Any]], modules: str = "draft: mine") -> None:
+        self.calls, self.modules, self.prompts = calls, modules, list[str]()
+
+    def __call__(self, prompt: str) -> str:
+        self.prompts.append(prompt)
+        fields = {"reasoning": "-", "modules": self.modules}
         if "`next_tool_name`" in prompt or "`[[ ## next_tool_name ## ]]`" in prompt:
             done = len(set(re.findall(r"\[\[ ## tool_name_(\d+) ## \]\]", prompt)))
-            name, given = calls[done] if done < len(calls) else ("finish", {})
+            name, given = self.calls[done] if done < len(self.calls) else ("finish", {})
             fields = {"next_thought": "-", "next_tool_name": name, "next_tool_args": json.dumps(given)}
-        return "\n\n".join([f"[[ ## {name} ## ]]\n{text}" for name, text in fields.items()])
-
-    return reply
+        return reply_for("", **fields)
 
 
 MENDING = (
@@ -454,19 +436,13 @@ MENDING = (
 
 @pytest.mark.parametrize("in_thread", [False, True], ids=["on the loop", "in a thread"])
 def test_a_proposer_runs_its_draft_sees_the_error_mends_it_and_submits_it(in_thread: bool) -> None:
-    prompts, sandbox = list[str](), Watched()
-    made = calls_of(*MENDING, modules="draft: mine")
-
-    def reply(prompt: str) -> str:
-        prompts.append(prompt)
-        return made(prompt)
-
-    lm = fake_lm(reply, asynchronous=not in_thread)
+    agent, sandbox = Agent(*MENDING), Watched()
+    lm = fake_lm(agent, asynchronous=not in_thread)
     found = search(sandbox, proposer_lm=lm, iterations=1, k=1).detailed_results
     assert [candidate.draft.name for candidate in found.candidates[1:]] == ["looks up"]
     assert found.candidates[1].draft.source.strip() == BROKEN.replace("Predikt", "Predict").strip()
-    assert "no attribute 'Predikt'" in prompts[-1]
-    assert re.search(r"score: [\d.]+", prompts[-1])
+    assert "no attribute 'Predikt'" in agent.prompts[-1]
+    assert re.search(r"score: [\d.]+", agent.prompts[-1])
     drafts = [job for job in sandbox.jobs if "Predikt" in job.source]
     assert len(drafts) == 1
     assert {str(job.inputs) for job in drafts} <= {str(dict(row.inputs())) for row in TASK.trainset(6)}
@@ -475,18 +451,16 @@ def test_a_proposer_runs_its_draft_sees_the_error_mends_it_and_submits_it(in_thr
 @pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 def test_with_the_real_sandbox_a_draft_runs_prints_and_a_hostile_one_is_told_why_it_failed() -> None:
-    prompts = list[str]()
     calls = (
         ("write_draft", {"name": "mine", "source": BROKEN.replace("Predikt", "Predict")}),
         ("run_draft", {"name": "mine", "example": 0}),
         ("write_draft", {"name": "bad", "source": HOSTILE}),
         ("run_draft", {"name": "bad", "example": 1}),
     )
-    made = calls_of(*calls, modules="draft: mine")
+    agent = Agent(*calls)
 
     def reply(prompt: str) -> str:
-        prompts.append(prompt)
-        return made(prompt) if "archive_overview" in prompt else reply_for(prompt, answer="A")
+        return agent(prompt) if "archive_overview" in prompt else reply_for(prompt, answer="A")
 
     rows = [dspy.Example(question=f"{word} row", answer=word.upper()).with_inputs("question") for word in "abcd"]
     optimizer = AsyncMetaHarness(
@@ -495,36 +469,24 @@ def test_with_the_real_sandbox_a_draft_runs_prints_and_a_hostile_one_is_told_why
     )  # fmt: skip
     with dspy.context(lm=fake_lm(reply)):
         found = optimizer.compile(dspy.Predict("question -> answer"), trainset=rows[:2], valset=rows[2:])
-    seen = [prompt for prompt in prompts if "archive_overview" in prompt][-1]
+    seen = agent.prompts[-1]
     assert "printed:\nit was asked" in seen
     assert re.search(r"failed: (cpu|time): ", seen)
     assert found.detailed_results.candidates[1].draft.name == "looks up"
 
 
 def test_drafts_are_run_so_often_and_no_more_and_tools_say_so() -> None:
-    prompts, sandbox = list[str](), Watched()
-    made = calls_of(MENDING[0], *[MENDING[1]] * 6, modules="draft: mine")
-
-    def reply(prompt: str) -> str:
-        prompts.append(prompt)
-        return made(prompt)
-
-    search(sandbox, proposer_lm=fake_lm(reply), iterations=1, k=1, proposer_runs=2)
+    agent, sandbox = Agent(MENDING[0], *[MENDING[1]] * 6), Watched()
+    search(sandbox, proposer_lm=fake_lm(agent), iterations=1, k=1, proposer_runs=2)
     asked = [job for job in sandbox.jobs if "Predikt" in job.source]
     assert len(asked) == 2 + 3, "two runs of the draft, and the check"
-    assert "All runs of this proposal are used up" in prompts[-1]
+    assert "All runs of this proposal are used up" in agent.prompts[-1]
 
 
 def test_once_its_tokens_are_spent_a_proposer_is_only_asked_to_finish() -> None:
-    prompts, sandbox = list[str](), Watched()
-    made = calls_of(*MENDING, modules="draft: mine")
-
-    def reply(prompt: str) -> str:
-        prompts.append(prompt)
-        return made(prompt)
-
-    found = search(sandbox, proposer_lm=fake_lm(reply), iterations=1, k=1, proposer_tokens=1).detailed_results
-    assert prompts[-1].count("The tokens of this proposal are spent") == len(MENDING)
+    agent, sandbox = Agent(*MENDING), Watched()
+    found = search(sandbox, proposer_lm=fake_lm(agent), iterations=1, k=1, proposer_tokens=1).detailed_results
+    assert agent.prompts[-1].count("The tokens of this proposal are spent") == len(MENDING)
     assert len(found.candidates) == 1
 
 
@@ -562,12 +524,7 @@ def test_a_proposer_that_is_no_module_is_refused_before_anything_is_asked() -> N
 
 
 def test_a_providers_fault_in_the_run_of_a_draft_is_told_and_is_no_score() -> None:
-    prompts = list[str]()
-    made = calls_of(MENDING[0], MENDING[2], *[MENDING[3]] * 2, modules="draft: mine")
-
-    def reply(prompt: str) -> str:
-        prompts.append(prompt)
-        return made(prompt)
+    agent = Agent(MENDING[0], MENDING[2], *[MENDING[3]] * 2)
 
     class Limited(Watched):
         async def run(self, job: Any, call_lm: Any) -> Any:
@@ -582,6 +539,6 @@ def test_a_providers_fault_in_the_run_of_a_draft_is_told_and_is_no_score() -> No
                 call_lm = limited
             return await super().run(job, call_lm)
 
-    found = search(Limited(), proposer_lm=fake_lm(reply), iterations=1, k=1).detailed_results
-    assert "It was not run (FlashEvolveError)" in prompts[-1]
+    found = search(Limited(), proposer_lm=fake_lm(agent), iterations=1, k=1).detailed_results
+    assert "It was not run (FlashEvolveError)" in agent.prompts[-1]
     assert len(found.candidates) == 2

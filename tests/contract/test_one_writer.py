@@ -20,7 +20,7 @@ from gepa.strategies.eval_policy import FullEvaluationPolicy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.contract.surface import POLICIES, SEARCHES, VAL, compiled
+from tests.contract.surface import POLICIES, SEARCHES, VAL, Heard, compiled
 from tests.contract.worlds import World, play
 
 
@@ -56,45 +56,30 @@ class Alone:
         return type("Watched", (base,), {method: watched})(*arguments)
 
 
-class Watch:
-    """A callback and a log of what it heard of the pool."""
+class Watch(Heard):
+    """A callback that nobody may enter at the same time, and the sizes of the pool that it saw."""
 
     def __init__(self, alone: Alone) -> None:
-        self.alone = alone
-        self.starts: list[int] = []
-        self.ends: list[int] = []
-        self.accepted: list[int] = []
-        self.validated: list[int] = []
-        self.sizes: list[int] = []
+        super().__init__(self._look_at)
+        self.alone, self.sizes = alone, list[int]()
 
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("on_"):
-            raise AttributeError(name)
+    def _look_at(self, name: str, event: Any) -> None:
+        with self.alone.enter(name):
+            if event.get("state") is not None:
+                self.sizes.append(len(event["state"].program_candidates))
 
-        def hear(event: Any) -> None:
-            with self.alone.enter(name):
-                if name == "on_iteration_start":
-                    self.starts.append(event["iteration"])
-                elif name == "on_iteration_end":
-                    self.ends.append(event["iteration"])
-                elif name == "on_candidate_accepted":
-                    self.accepted.append(event["new_candidate_idx"])
-                elif name == "on_valset_evaluated":
-                    self.validated.append(event["candidate_idx"])
-                state = event.get("state")
-                if state is not None:
-                    self.sizes.append(len(state.program_candidates))
-
-        return hear
+    def numbers(self, event: str, name: str) -> list[int]:
+        return [one[name] for one in self.of(event)]
 
     def check(self, details: Any) -> None:
         """Every iteration begins and ends once; candidates come in order of their index; the pool only grows."""
         assert not self.alone.overlaps
         assert len(self.alone.threads) == 1
-        assert self.starts == list(range(1, len(self.starts) + 1))
-        assert sorted(self.ends) == self.starts
-        assert self.accepted == list(range(1, len(details.candidates)))
-        assert self.validated == list(range(len(details.candidates)))
+        starts = self.numbers("on_iteration_start", "iteration")
+        assert starts == list(range(1, len(starts) + 1))
+        assert sorted(self.numbers("on_iteration_end", "iteration")) == starts
+        assert self.numbers("on_candidate_accepted", "new_candidate_idx") == list(range(1, len(details.candidates)))
+        assert self.numbers("on_valset_evaluated", "candidate_idx") == list(range(len(details.candidates)))
         assert self.sizes == sorted(self.sizes)
 
 
@@ -135,7 +120,8 @@ def test_everything_that_acts_on_the_pool_is_called_one_at_a_time_in_one_thread_
     options = watched_by(alone, watch)
     details = play(world, 100, num_threads=slots, search=search, staleness=staleness, **options).detailed_results
     watch.check(details)
-    assert [commit.candidate for commit in details.async_stats.commits] == watch.accepted
+    accepted = watch.numbers("on_candidate_accepted", "new_candidate_idx")
+    assert [commit.candidate for commit in details.async_stats.commits] == accepted
     seconds = [commit.seconds for commit in details.async_stats.commits]
     assert seconds == sorted(seconds)
 

@@ -13,33 +13,27 @@ import dspy
 import pytest
 
 from dspy_flashevolve import AsyncGEPA
-from tests.contract.surface import TRAIN, VAL, compiled, simulated
+from tests.contract.surface import TRAIN, VAL, compiled, listening, simulated
 from tests.fakes import Chain, digits, fake_lm, reflection_lm, task_lm
 
 
-class Shown(logging.Handler):
+class Shown:
     """Keeps what reaches the console: of dspy from INFO on, of others from WARNING on."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.lines: list[str] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def hear(self, record: logging.LogRecord) -> None:
         if record.levelno >= (logging.INFO if record.name.startswith("dspy.") else logging.WARNING):
             self.lines.append(record.getMessage())
 
 
 @pytest.fixture
-def shown() -> Any:
-    handler = Shown()
-    loggers = [logging.getLogger("dspy"), logging.getLogger("dspy_flashevolve")]
-    loggers[0].setLevel(logging.INFO)  # as dspy sets it
-    for one in loggers:
-        one.addHandler(handler)
-    yield handler
-    for one in loggers:
-        one.removeHandler(handler)
-    loggers[0].setLevel(logging.ERROR)
+def shown(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(logging.getLogger("dspy"), "level", logging.INFO)  # as dspy sets it
+    console = Shown()
+    with listening(console.hear, "dspy", "dspy_flashevolve"):
+        yield console
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -80,17 +74,12 @@ SCORES = {
 @functools.cache
 def lines_of(kind: Any, **options: Any) -> list[str]:
     """The lines of iterations that a run logs, which is made once."""
-    handler = Shown()
-    log = logging.getLogger("dspy.teleprompt.gepa.gepa")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        settings: dict[str, Any] = {"max_metric_calls": 100, "num_threads": 4, "reflection_lm": reflection_lm()}
-        with dspy.context(lm=task_lm()):
-            kind(digits, **settings, **options).compile(Chain(2), trainset=TRAIN, valset=VAL)
-    finally:
-        log.removeHandler(handler)
-    return [line for line in handler.lines if LINE.match(line)]
+    console, name = Shown(), "dspy.teleprompt.gepa.gepa"
+    logging.getLogger(name).setLevel(logging.INFO)
+    settings: dict[str, Any] = {"max_metric_calls": 100, "num_threads": 4, "reflection_lm": reflection_lm()}
+    with listening(console.hear, name), dspy.context(lm=task_lm()):
+        kind(digits, **settings, **options).compile(Chain(2), trainset=TRAIN, valset=VAL)
+    return [line for line in console.lines if LINE.match(line)]
 
 
 def test_lockstep_logs_the_lines_of_dspy_gepa() -> None:

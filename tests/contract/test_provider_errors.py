@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,22 +28,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import RunAbortedError, Workflow
-from dspy_flashevolve.sim import PROFILES
-from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.broken_server import BODIES, BROKEN, TEXTS, BrokenServer
 from tests.contract.surface import (
     ENDLESS,
-    TRAIN,
     VAL,
     Heard,
+    Scored,
     check_ends,
     check_winner,
     compiled,
-    optimizer,
     problems,
     raising,
     simulated,
 )
+from tests.contract.test_unanswered import Slow
 from tests.fakes import Chain, digits, fake_lm, hashed, reply_for
 
 
@@ -170,13 +166,7 @@ def test_bursts_of_errors_cost_no_score_and_no_call_of_the_budget(
     """Of requests that fail in a row. Where they are all of a rollout's attempts, while most others are answered, its
     example is given up, which is told; else nothing is scored by them."""
     lm = raising(lambda number: TEMPORARY[name]() if any(a <= number < a + n for a, n in bursts) else None)
-    scored: list[Any] = []
-
-    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        if pred_name is None:
-            scored.append(gold.question)
-        return digits(gold, pred)
-
+    metric = Scored()
     with dspy.context(lm=lm):
         try:
             details = simulated(50, num_threads=slots, metric=metric, reflection_lm=lm).detailed_results
@@ -184,7 +174,7 @@ def test_bursts_of_errors_cost_no_score_and_no_call_of_the_budget(
             assert "seed program" in str(error)  # noqa: PT017
             return
     assert min(scores_of(details)) > 0 or details.async_stats.unanswered_examples
-    assert len(scored) == details.total_metric_calls <= 50
+    assert len(metric.questions) == details.total_metric_calls <= 50
     check_ends(details.async_stats)
 
 
@@ -199,11 +189,6 @@ def test_the_burst_of_a_whole_backend_is_waited_out() -> None:
             return LMRateLimitError("429", retry_after=20.0 - now)
         return None
 
-    class Slow(Chain):
-        async def aforward(self, question: str) -> dspy.Prediction:
-            await asyncio.sleep(1)
-            return await super().aforward(question)
-
     with dspy.context(lm=raising(choose)):
         details = simulated(60, Slow()).detailed_results
     assert refused
@@ -211,31 +196,10 @@ def test_the_burst_of_a_whole_backend_is_waited_out() -> None:
     assert min(scores_of(details)) > 0
 
 
-def test_a_provider_with_a_limit_on_requests_in_flight_is_found_out_and_kept_to() -> None:
-    profile = replace(PROFILES["h100-qwen3-8b"], concurrency_limit=4, retry_after_seconds=0.5)
-    model = SimulatedModel(profile)
-    seen: list[str] = []
-
-    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        seen.append(pred.answer)
-        return dspy.Prediction(score=0.5, feedback="-")
-
-    one = optimizer(40, metric=metric, num_threads=16, reflection_lm=model.lm())
-
-    async def main() -> Any:
-        with dspy.context(lm=model.lm()):
-            return await one.acompile(Chain(), trainset=TRAIN, valset=VAL)
-
-    stats = run(main).async_stats
-    assert model.refused
-    assert stats.retried_requests > 0
-    assert all(seen), "no score of a request that was refused"
-
-
 def test_rollouts_that_take_too_long_are_given_up_and_asked_again() -> None:
     slow = {"v 3": 2, "t 1": 1}
 
-    class Slow(Chain):
+    class Stuck(Chain):
         async def aforward(self, question: str) -> dspy.Prediction:
             left = slow.get(question, 0)
             slow[question] = left - 1
@@ -243,7 +207,7 @@ def test_rollouts_that_take_too_long_are_given_up_and_asked_again() -> None:
             return await super().aforward(question)
 
     with dspy.context(lm=raising(lambda number: None)):
-        details = simulated(50, Slow(), workflow=Workflow(rollout_timeout_seconds=30)).detailed_results
+        details = simulated(50, Stuck(), workflow=Workflow(rollout_timeout_seconds=30)).detailed_results
     stats = details.async_stats
     assert stats.timed_out_rollouts == 3
     assert min(scores_of(details)) > 0
@@ -251,13 +215,6 @@ def test_rollouts_that_take_too_long_are_given_up_and_asked_again() -> None:
 
 
 # Faults that stay
-
-
-def test_a_seed_that_cannot_be_validated_ends_the_run() -> None:
-    lm = raising(lambda number: LMRateLimitError("429"))
-    with dspy.context(lm=lm), pytest.raises(RunAbortedError, match="seed program") as caught:
-        simulated()
-    assert caught.value.best_program is None
 
 
 PERMANENT: dict[str, tuple[Callable[[], Exception], str]] = {
@@ -281,17 +238,6 @@ def test_a_refusal_for_good_ends_the_run_with_one_clear_error_and_the_best_so_fa
     assert set(best.detailed_results.val_subscores[0]) == set(range(len(VAL)))
     assert best.async_stats.outcome == "aborted"
     check_ends(best.async_stats)
-
-
-def test_a_provider_that_goes_down_ends_the_run_with_the_best_so_far(caplog: pytest.LogCaptureFixture) -> None:
-    lm = raising(lambda number: LMServerError("503 for good") if number > 30 else None)
-    with dspy.context(lm=lm), caplog.at_level(logging.ERROR, logger="dspy_flashevolve"):
-        details = simulated(ENDLESS).detailed_results
-    stats = details.async_stats
-    assert stats.outcome == "failed"
-    assert "gave up" in caplog.text
-    assert stats.metric_calls <= 30
-    assert min(scores_of(details)) > 0
 
 
 # What is no fault of the provider's
@@ -326,16 +272,8 @@ def test_a_program_that_raises_or_cancels_itself_scores_the_failure_score() -> N
 
 
 def test_a_reflection_that_fails_for_a_while_is_asked_again_and_one_that_raises_fails_its_step() -> None:
-    asked = 0
-
-    def reflect(prompt: str) -> str:
-        nonlocal asked
-        asked += 1
-        if asked % 2:
-            raise LMServerError("503")
-        return reply_for(prompt, new_instruction=f"Instruction {hashed(prompt) % 100_000}")
-
-    stats = simulated(50, reflection_lm=fake_lm(reflect)).async_stats
+    reflecting = raising(lambda number: LMServerError("503") if number % 2 else None)
+    stats = simulated(110, reflection_lm=reflecting).async_stats
     assert stats.retried_requests > 0
     assert stats.ended.get("failed", 0) == 0
     assert stats.ended["committed"] > 0
@@ -350,16 +288,7 @@ def test_a_reflection_that_fails_for_a_while_is_asked_again_and_one_that_raises_
 
 @pytest.mark.parametrize("locked", [False, True])
 def test_a_judge_that_is_rate_limited_is_asked_again(locked: bool) -> None:
-    asked = 0
-
-    def answer(prompt: str) -> str:
-        nonlocal asked
-        asked += 1
-        if hashed(asked) % 3 == 0:
-            raise LMRateLimitError("429")
-        return reply_for(prompt, answer="yes")
-
-    judge = fake_lm(answer)
+    judge = raising(lambda number: LMRateLimitError("429") if hashed(number) % 3 == 0 else None)
 
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
         judge("is it right?")
@@ -372,27 +301,20 @@ def test_a_judge_that_is_rate_limited_is_asked_again(locked: bool) -> None:
 
 
 def test_what_an_aborted_run_has_spent_counts_when_it_goes_on(tmp_path: Any) -> None:
-    scored = 0
-    limits = iter((15, 30, 45, ENDLESS))
-    limit = next(limits)
+    metric, limit = Scored(), 0
 
     def answer(prompt: str) -> str:
-        if scored >= limit:
+        if len(metric.questions) >= limit:
             raise LMAuthError("the key was revoked")
         return reply_for(prompt, answer=str(hashed(prompt) % 7))
 
-    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        nonlocal scored
-        scored += pred_name is None
-        return digits(gold, pred)
-
     with dspy.context(lm=fake_lm(answer)):
-        while limit < ENDLESS:
+        for limit in (15, 30, 45):  # noqa: B007
             with pytest.raises(RunAbortedError):
                 compiled(80, log_dir=str(tmp_path), metric=metric)
-            limit = next(limits)
+        limit = ENDLESS
         details = compiled(80, log_dir=str(tmp_path), metric=metric).detailed_results
-    assert scored == details.total_metric_calls <= 80
+    assert len(metric.questions) == details.total_metric_calls <= 80
     assert problems(tmp_path) == []
 
 

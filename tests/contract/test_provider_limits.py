@@ -47,14 +47,6 @@ def test_under_one_in_two_hundred_requests_is_refused_where_the_limits_are_known
     check_winner(program.detailed_results, 24)
 
 
-@pytest.mark.slow  # on a machine with more to do than cores the run is too slow to be refused anything
-def test_without_them_the_same_provider_refuses_more() -> None:
-    with server(Quota(**QUOTA, sends_headers=False)) as one:
-        compiled(dspy.LM("openai/sim", api_base=one.api_base, api_key="none", cache=False))
-        counted = one.stats()
-    assert counted.refused > 0.005 * counted.requests
-
-
 @pytest.mark.parametrize("engine", ["auto", "litellm"])
 def test_limits_as_arguments_are_not_sent_to_the_provider(engine: str) -> None:
     seen: list[dict[str, Any]] = []

@@ -16,43 +16,15 @@ import dspy_flashevolve
 from dspy_flashevolve import AsyncGEPA
 
 NEW = {
-    "metric_lock",
-    "max_concurrency",
-    "max_cost",
-    "max_reflection_calls",
-    "max_seconds",
-    "rollouts",
-    "schedule",
-    "search",
-    "stale_candidate_reflection",
-    "staleness",
-    "workflow",
-}
+    "metric_lock", "max_concurrency", "max_cost", "max_reflection_calls", "max_seconds", "rollouts", "schedule",
+    "search", "stale_candidate_reflection", "staleness", "workflow",
+}  # fmt: skip
 """Arguments that AsyncGEPA has beside dspy.GEPA's."""
 EXPORTED = {
-    "AsyncACE",
-    "AsyncGEPA",
-    "AsyncGEPAResult",
-    "AsyncMetaHarness",
-    "AsyncStats",
-    "ConfigurationError",
-    "DataError",
-    "DspyRun",
-    "EditedText",
-    "Edits",
-    "FLASHEVOLVE",
-    "FlashEvolveError",
-    "Full",
-    "Guarded",
-    "Harness",
-    "HarnessError",
-    "Limits",
-    "Playbook",
-    "Reflective",
-    "RunAbortedError",
-    "StaleCandidateReflection",
-    "Workflow",
-}
+    "AsyncACE", "AsyncGEPA", "AsyncGEPAResult", "AsyncMetaHarness", "AsyncStats", "ConfigurationError", "DataError",
+    "DspyRun", "EditedText", "Edits", "FLASHEVOLVE", "FlashEvolveError", "Full", "Guarded", "Harness", "HarnessError",
+    "Limits", "Playbook", "Reflective", "RunAbortedError", "StaleCandidateReflection", "Workflow",
+}  # fmt: skip
 """Names that users import."""
 
 

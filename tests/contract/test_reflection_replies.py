@@ -6,22 +6,19 @@ request matters it is a server of OpenAI's form.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import dspy
 import json_repair
 import pytest
-from aiohttp import web
 from dspy import lm15
 
 from dspy_flashevolve import AsyncACE, AsyncGEPA, Reflective, RunAbortedError
-from dspy_flashevolve.sim.virtual import run
-from tests.contract.surface import Heard, check_ends
+from tests.broken_server import BrokenServer
+from tests.contract.surface import Heard, check_ends, evolved, text_of
 from tests.contract.test_replies import field, reply, rules_in, task_lm
 from tests.fakes import CUT_OFF, Chain, examples, fake_lm
 
@@ -41,8 +38,9 @@ class Run:
     """
 
     def __init__(
-        self, raw: Raw, others: Raw = lambda prompt, number: "", calls: int = 60, lm: Any = None, **options: Any
-    ) -> None:
+        self, raw: Raw, others: Raw = lambda prompt, number: "", calls: int = 60, lm: Any = None,
+        metric: Any = score, **options: Any,
+    ) -> None:  # fmt: skip
         numbers, heard = itertools.count(1), Heard()
         self.prompts: list[str] = []
 
@@ -52,15 +50,11 @@ class Run:
             return (raw if reflects else others)(prompt, next(numbers))
 
         optimizer = AsyncGEPA(
-            score, max_metric_calls=calls, reflection_lm=lm or fake_lm(answer), num_threads=4, track_stats=True,
+            metric, max_metric_calls=calls, reflection_lm=lm or fake_lm(answer), num_threads=4, track_stats=True,
             gepa_kwargs={"callbacks": [heard]}, **options,
         )  # fmt: skip
 
-        async def main() -> Any:
-            with dspy.context(lm=task_lm(0), adapter=dspy.ChatAdapter()):
-                return await optimizer.acompile(Chain(1), trainset=TRAIN, valset=VAL)
-
-        program = run(main)
+        program = evolved(optimizer, Chain(1), TRAIN, VAL, {"lm": task_lm(0), "adapter": dspy.ChatAdapter()})
         self.stats, details = program.async_stats, program.detailed_results
         check_ends(self.stats)
         self.gain = max(details.val_aggregate_scores) - details.val_aggregate_scores[0]
@@ -68,10 +62,6 @@ class Run:
         proposed = [event["new_instructions"].values() for event in heard.of("on_proposal_end")]
         self.texts = [*self.validated, *itertools.chain(*proposed)]
         """Every text that a reflection wrote, or that was validated."""
-
-
-def text_of(program: Any) -> str:
-    return program.named_predictors()[0][1].signature.instructions
 
 
 def edit(text: str) -> dict[str, Any]:
@@ -112,10 +102,14 @@ def test_a_whole_text_that_the_reply_does_not_close_is_none(search: Any, end: st
     assert any("reflection failed" in reason for reason in made.stats.end_reasons)
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("search", ["edits", "pareto"])
-def test_where_every_reply_is_cut_in_its_first_text_the_run_ends_and_the_error_says_what_to_do(search: Any) -> None:
+def test_where_every_reply_is_cut_in_its_first_text_the_run_ends_and_the_error_says_what_to_do(
+    search: Any, asynchronous: bool
+) -> None:
+    lm = fake_lm(lambda prompt: f'{{"new_instruction": "{HALF}{CUT_OFF}', asynchronous=asynchronous)
     with pytest.raises(ValueError, match=r"was cut off at its longest length\. Give that LM more max_tokens"):
-        Run(lambda prompt, number: f'{{"new_instruction": "{HALF}{CUT_OFF}', search=search, calls=300)
+        Run(lambda prompt, number: "", lm=lm, search=search, calls=300)
 
 
 @pytest.mark.parametrize("form", ["{}", "[[ ## consolidated ## ]]\n{}", "<consolidated>\n{}"])
@@ -216,11 +210,7 @@ def test_replies_without_end_in_ace_are_not_repaired(repaired: list[int]) -> Non
     lm = fake_lm(lambda prompt: endless(next(numbers)))
     optimizer = AsyncACE(score, reflector_lm=lm, curator_lm=lm, num_threads=4)
 
-    async def main() -> Any:
-        with dspy.context(lm=task_lm(0)):
-            return await optimizer.acompile(Chain(1), trainset=TRAIN[:2])
-
-    assert run(main).async_stats.outcome == "finished"
+    assert evolved(optimizer, Chain(1), TRAIN[:2], None, {"lm": task_lm(0)}).async_stats.outcome == "finished"
 
 
 # Thoughts
@@ -283,7 +273,7 @@ VLLM = {"message": "This model's maximum context length is 4096 tokens. However,
 LLAMA = {"message": "the request exceeds the available context size", "type": "exceed_context_size_error"}
 
 
-class SmallContext:
+class SmallContext(BrokenServer):
     """A server whose model has a context of so many characters; answers requests for edits, and notes how many examples
     each one shows.
 
@@ -292,46 +282,17 @@ class SmallContext:
     """
 
     def __init__(self, characters: int, error: dict[str, Any]) -> None:
+        super().__init__(self._answers)
         self.asked, self.refused = list[int](), 0
         self._characters, self._error = characters, error
-        self._loop, self._ready = asyncio.new_event_loop(), threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
 
-    async def _answer(self, request: web.Request) -> web.Response:
-        prompt = "\n".join(message["content"] for message in (await request.json())["messages"])
-        is_too_long = len(prompt) > self._characters
+    def _answers(self, request: str) -> str:
+        prompt = "\n".join(message["content"] for message in json.loads(request)["messages"])
         self.asked.append(prompt.count("needs rules."))
-        self.refused += is_too_long
-        if is_too_long:
-            return web.json_response({"error": {"type": "invalid_request_error", **self._error}}, status=400)
-        message = {"role": "assistant", "content": edits(len(self.asked))}
-        choices = [{"index": 0, "finish_reason": "stop", "message": message}]
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        return web.json_response({"id": "1", "object": "chat.completion", "model": "m", "created": 1,
-                                  "choices": choices, "usage": usage})  # fmt: skip
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        application = web.Application()
-        application.router.add_post("/v1/chat/completions", self._answer)
-        runner = web.AppRunner(application)
-        self._loop.run_until_complete(runner.setup())
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        self._loop.run_until_complete(site.start())
-        self.address = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        self._ready.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
-
-    def __enter__(self) -> SmallContext:
-        self._thread.start()
-        self._ready.wait()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if len(prompt) <= self._characters:
+            return edits(len(self.asked))
+        self.refused += 1
+        return json.dumps({"error": {"type": "invalid_request_error", **self._error}})
 
 
 def wordy(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
@@ -339,7 +300,7 @@ def wordy(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_t
 
 
 def over_http(server: SmallContext, calls: int = 150, **options: Any) -> Any:
-    lm = dspy.LM("openai/m", api_base=server.address, api_key="none", cache=False, num_retries=0)
+    lm = server.lm("chosen", "auto")
     optimizer = AsyncGEPA(
         wordy, max_metric_calls=calls, reflection_lm=lm, num_threads=1, track_stats=True, reflection_minibatch_size=8,
         **options,
@@ -374,36 +335,20 @@ def test_a_run_in_which_no_single_example_fits_ends_with_one_error_that_says_so(
     assert text_of(raised.value.best_program)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class LongExamples:
-    """A reflection LM that refuses examples in which a word stands; as an engine of dspy."""
-
-    def __init__(self, word: str) -> None:
-        self.word, self._numbers = word, itertools.count(1)
-
-    def __call__(self, prompt: str) -> str:
-        if self.word in prompt:
-            raise lm15.ContextLengthError("too long")
-        return edits(next(self._numbers))
-
-
 def test_an_example_that_never_fits_costs_its_steps_no_more_than_that_example() -> None:
     def feedback(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
         return dspy.Prediction(
             score=float(pred.answer), feedback="endless" * 99 if gold.question == "t 3" else "Rules."
         )
 
-    optimizer = AsyncGEPA(
-        feedback, max_metric_calls=80, reflection_lm=fake_lm(LongExamples("endless")), num_threads=4, track_stats=True
-    )
+    def refuses(prompt: str, number: int) -> str:
+        if "endless" in prompt:
+            raise lm15.ContextLengthError("too long")
+        return edits(number)
 
-    async def main() -> Any:
-        with dspy.context(lm=task_lm(0)):
-            return await optimizer.acompile(Chain(1), trainset=TRAIN, valset=VAL)
-
-    program = run(main)
-    scores = program.detailed_results.val_aggregate_scores
-    assert max(scores) > scores[0]
-    assert not [reason for reason in program.async_stats.end_reasons if "reflection failed" in reason]
+    made = Run(refuses, calls=80, metric=feedback)
+    assert made.gain > 0
+    assert not [reason for reason in made.stats.end_reasons if "reflection failed" in reason]
 
 
 class Own:

@@ -22,16 +22,8 @@ from dspy_flashevolve.programs.servers import BalancedLM
 from dspy_flashevolve.sim.quota import Counting, Quota, QuotaCounter
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import TRAIN, VAL, check_ends, check_winner, optimizer
-from tests.fakes import Chain, FakeEngine, fake_lm, hashed, reply_for
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def answer(prompt: str) -> str:
-    """A reply whose score is above 0."""
-    return reply_for(prompt, answer=str(1 + hashed(prompt) % 6), new_instruction=f"Instruction {hashed(prompt)}")
+from tests.contract.test_unanswered import answer, now
+from tests.fakes import Chain, FakeEngine, fake_lm, hashed
 
 
 class Slow(Chain):
@@ -78,35 +70,23 @@ def seconds_without_a_refusal(num_threads: int | None) -> float:
 # Refusals of single requests
 
 
-def check_storm(
-    share: float, retry_after: float | None, num_threads: int | None, log: pytest.LogCaptureFixture
+@pytest.mark.parametrize("num_threads", [16, None], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize("retry_after", [None, 1.0], ids=["", "Retry-After"])
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.2])
+def test_refusals_at_random_cost_a_run_little_time_and_no_score_and_nobody_is_said_to_be_silent(
+    share: float, retry_after: float | None, num_threads: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     storm = Storm(share, retry_after)
-    with log.at_level(logging.WARNING, "dspy_flashevolve"):
+    with caplog.at_level(logging.WARNING, "dspy_flashevolve"):
         [details] = compiled(fake_lm(storm.choose), num_threads=num_threads)
     stats = details.async_stats
     assert stats.retried_requests >= 0.8 * share * storm.asked > 1
     assert stats.seconds < (1.5 + 4 * share) * seconds_without_a_refusal(num_threads)
     assert min(score for scores in details.val_subscores for score in scores.values()) > 0
     assert (stats.outcome, stats.ended["failed"], stats.unanswered_examples) == ("finished", 0, 0)
-    assert "does not answer" not in log.text
+    assert "does not answer" not in caplog.text
     check_winner(details)
     check_ends(stats)
-
-
-def test_a_fifth_of_refusals_costs_a_run_little_time_and_no_score_and_nobody_is_said_to_be_silent(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    check_storm(0.2, None, None, caplog)
-
-
-@pytest.mark.parametrize("num_threads", [16, None], ids=["fixed", "adaptive"])
-@pytest.mark.parametrize("retry_after", [None, 1.0], ids=["", "Retry-After"])
-@pytest.mark.parametrize("share", [0.02, 0.05, 0.2])
-def test_so_does_any_share_of_refusals_at_random(
-    share: float, retry_after: float | None, num_threads: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    check_storm(share, retry_after, num_threads, caplog)
 
 
 def test_one_request_at_a_time_is_refused_at_random_and_nobody_is_said_to_be_silent(

@@ -19,10 +19,9 @@ import dspy
 import pytest
 
 from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.sim.virtual import run
-from tests.contract.surface import Heard, check_ends, check_winner, command, on, sql
+from tests.contract.surface import Heard, check_ends, check_winner, command, evolved, on, sql
 from tests.contract.test_replies import field, reply
-from tests.fakes import AsyncFakeEngine, FakeEngine, fake_lm, hashed
+from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, fake_lm, hashed
 
 SIGNS = ("amber", "basalt", "cobalt", "denim", "ember", "fjord", "garnet", "hazel")
 CODES = {sign: f"K{11 + 7 * number}" for number, sign in enumerate(SIGNS)}
@@ -60,21 +59,9 @@ def messages(name: str, count: int, signs: Sequence[str] = SIGNS) -> list[dspy.E
     ]
 
 
-class Coder(dspy.Module):
-    """Asks each of its predictors for the code."""
-
-    def __init__(self, predictors: int) -> None:
-        super().__init__()
-        self.steps = [dspy.Predict("question -> answer") for _ in range(predictors)]
-
-    async def aforward(self, question: str) -> dspy.Prediction:
-        answers = [(await step.acall(question=question)).answer for step in self.steps]
-        return dspy.Prediction(answer=" ".join(answers))
-
-
-def begun_with(text: str) -> Coder:
+def begun_with(text: str) -> Chain:
     """A program of one predictor with this instruction."""
-    program: Any = Coder(1)
+    program: Any = Chain(1)
     program.steps[0].signature = program.steps[0].signature.with_instructions(text)
     return program
 
@@ -139,7 +126,7 @@ class SlowEngine(AsyncFakeEngine):
 
 def compiled(
     reflection: Callable[[str], str], calls: int, validation: int, predictors: int = 1, riddles: bool = False,
-    seconds: float | None = None, made: list[Any] | None = None, student: Coder | None = None, **options: Any,
+    seconds: float | None = None, made: list[Any] | None = None, student: Chain | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     """In virtual time, on so many validation examples.
 
@@ -161,12 +148,8 @@ def compiled(
         answers = dspy.LM("fake/slow", engine=FakeEngine(answer_of), async_engine=SlowEngine(FakeEngine(answer_of)))
         answers.cache, answers.num_retries = False, 0
 
-    async def main() -> Any:
-        with dspy.context(lm=answers):
-            train, val = messages("train", 24, signs), messages("val", validation, signs)
-            return await optimizer.acompile(student or Coder(predictors), trainset=train, valset=val)
-
-    program = run(main)
+    train, val = messages("train", 24, signs), messages("val", validation, signs)
+    program = evolved(optimizer, student or Chain(predictors), train, val, {"lm": answers})
     check_ends(program.async_stats)
     check_winner(program.detailed_results, validation)
     assert program.async_stats.metric_calls <= calls
@@ -339,7 +322,7 @@ def test_of_equals_in_the_whole_pool_the_first_that_has_not_grown_is_returned_ev
     assert texts_of(kept[0].best_so_far()) == returned
     assert told == [details.best_idx]
     assert all(f"+{line}" in program.async_stats.prompt_change for text in returned for line in text.splitlines()[1:])
-    exported = Coder(predictors)
+    exported = Chain(predictors)
     assert command("export", str(tmp_path), str(tmp_path / "best.json"), "--best")[0] == 0
     exported.load(str(tmp_path / "best.json"))
     assert texts_of(exported) == returned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +22,19 @@ from gepa.core.data_loader import DataId
 from gepa.core.state import EvaluationCache
 
 from dspy_flashevolve import AsyncGEPA, ConfigurationError
-from tests.contract.surface import facts, journal_of, on, problems
+from tests.contract.surface import Scored, facts, journal_of, on, problems
 from tests.fakes import Chain, digits, examples, reflection_lm, task_lm
 
 TRAIN, VAL = examples("t", 6), examples("v", 6)
-
-
-class Counted:
-    """The metric; counts its calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        self.calls += pred_name is None
-        return digits(gold, pred, trace, pred_name, pred_trace)
 
 
 def compiled(directory: Path, *, calls: int = 60, metric: Any = digits, student: Any = None, **options: Any) -> Any:
     data = {"trainset": options.pop("trainset", TRAIN), "valset": options.pop("valset", VAL)}
     with dspy.context(lm=options.pop("lm", None) or task_lm()):
         optimizer = AsyncGEPA(
-            metric,
-            max_metric_calls=calls,
-            reflection_lm=reflection_lm(),
-            log_dir=str(directory),
-            track_stats=True,
-            search="pareto",
-            **options,
-        )
+            metric, max_metric_calls=calls, reflection_lm=reflection_lm(), log_dir=str(directory), track_stats=True,
+            search="pareto", **options,
+        )  # fmt: skip
         return optimizer.compile(student or Chain(), **data)
 
 
@@ -64,11 +50,11 @@ def journal_bytes(directory: Path) -> dict[str, bytes]:
 
 def refused(directory: Path, saying: str, **options: Any) -> None:
     """A compile there is refused with these words, before any call of the metric, and changes nothing."""
-    metric = options.setdefault("metric", Counted())
+    metric = options.setdefault("metric", Scored())
     before = journal_bytes(directory)
     with pytest.raises(ConfigurationError, match=saying):
         compiled(directory, **options)
-    assert getattr(metric, "calls", 0) == 0
+    assert getattr(metric, "questions", []) == []
     assert journal_bytes(directory) == before
 
 
@@ -76,7 +62,7 @@ def refused(directory: Path, saying: str, **options: Any) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that came to its end."""
     directory = tmp_path_factory.mktemp("finished") / "run"
-    compiled(directory, metric=Counted())
+    compiled(directory, metric=Scored())
     return directory
 
 
@@ -91,10 +77,10 @@ def test_a_directory_that_cannot_be_made_is_refused() -> None:
     """Nobody, not even root, can make directories there."""
     if not Path("/proc/self").exists():
         pytest.skip("needs /proc")
-    metric = Counted()
+    metric = Scored()
     with pytest.raises(ConfigurationError, match="cannot be written"):
         compiled(Path("/proc/flashevolve"), metric=metric)
-    assert metric.calls == 0
+    assert metric.questions == []
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root writes everywhere")
@@ -111,23 +97,48 @@ def test_a_log_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "run").read_text() == "mine"
 
 
-def test_a_truncated_journal_is_refused(directory: Path) -> None:
-    path = journal_of(directory)
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    refused(directory, "no journal that can be continued", metric=Counted())
 
 
-def test_a_journal_with_garbage_in_the_middle_is_refused(directory: Path) -> None:
-    path = journal_of(directory)
+def spoil(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[4096:12288] = b"\xa5" * 8192
     path.write_bytes(bytes(content))
-    refused(directory, "no journal that can be continued", metric=Counted())
 
 
-def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    (journal_of(tmp_path)).write_text("these are notes of mine, and they are longer than a header of SQLite is, by far")
-    refused(tmp_path, "not a database")
+def replace_by_notes(path: Path) -> None:
+    path.write_text("these are notes of mine, and they are longer than a header of SQLite is, by far")
+
+
+def executed(statement: str, anew: bool = False) -> Callable[[Path], None]:
+    def execute(path: Path) -> None:
+        if anew:
+            path.unlink()
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute(statement)
+            connection.commit()
+
+    return execute
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (truncate, "no journal that can be continued"),
+    "garbage in the middle": (spoil, "no journal that can be continued"),
+    "no database": (replace_by_notes, "not a database"),
+    "of something else": (executed("CREATE TABLE recipes (name TEXT)", True), "a database of something else"),
+    "a later version": (executed("PRAGMA user_version = 99"), "its schema is version 99"),
+    "no version": (executed("PRAGMA user_version = 0"), "its schema is version 0"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_journal_that_is_damaged_or_of_something_else_or_of_an_unknown_version_is_refused(
+    directory: Path, damage: str
+) -> None:
+    change, saying = DAMAGES[damage]
+    change(journal_of(directory))
+    refused(directory, saying)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -140,23 +151,6 @@ def test_what_a_kill_leaves_of_a_journal_that_was_being_made_is_no_hindrance(
     path.with_suffix(".new").write_bytes(content[: int(share * len(content))])
     assert compiled(tmp_path).detailed_results.total_metric_calls > 0
     assert problems(tmp_path) == []
-
-
-def test_a_database_of_something_else_is_refused(tmp_path: Path) -> None:
-    connection = sqlite3.connect(journal_of(tmp_path))
-    connection.execute("CREATE TABLE recipes (name TEXT)")
-    connection.commit()
-    connection.close()
-    refused(tmp_path, "a database of something else")
-
-
-@pytest.mark.parametrize("version", [99, 0, -3])
-def test_a_journal_of_a_version_that_is_not_known_is_refused(directory: Path, version: int) -> None:
-    connection = sqlite3.connect(journal_of(directory))
-    connection.execute(f"PRAGMA user_version = {version}")
-    connection.commit()
-    connection.close()
-    refused(directory, f"its schema is version {version}", metric=Counted())
 
 
 @pytest.mark.long
@@ -188,6 +182,12 @@ except ConfigurationError as error:
     compiled(tmp_path, metric=metric, calls=70)
 
 
+def begun_with(text: str) -> Chain:
+    student = Chain()
+    student.steps[0].signature = student.steps[0].signature.with_instructions(text)
+    return student
+
+
 @pytest.mark.parametrize(
     ("change", "saying"),
     [
@@ -195,7 +195,8 @@ except ConfigurationError as error:
         ({"valset": VAL[:5]}, "valset was 6 examples, .*, is 5 examples"),
         ({"student": Chain(2)}, r"predictor 'steps\[1\]' is new"),
         ({"student": dspy.Predict("question -> answer")}, "program was Chain, is Predict"),
-        ({"metric": digits}, "metric was Counted, is digits"),
+        ({"metric": digits}, "metric was Scored, is digits"),
+        ({"student": begun_with("Another text.")}, r"seed text of 'steps\[0\]' has changed"),
     ],
 )
 def test_another_program_other_data_or_another_metric_are_refused_by_name(
@@ -204,19 +205,13 @@ def test_another_program_other_data_or_another_metric_are_refused_by_name(
     refused(directory, saying, **change)
 
 
-def test_a_student_with_other_instructions_is_refused_by_the_predictors_name(directory: Path) -> None:
-    student = Chain()
-    student.steps[0].signature = student.steps[0].signature.with_instructions("Another text.")
-    refused(directory, r"seed text of 'steps\[0\]' has changed", student=student)
-
-
 def test_a_journal_of_candidates_without_their_checkpoint_is_refused(tmp_path: Path) -> None:
-    assert len(compiled(tmp_path, metric=Counted(), seed=5).detailed_results.candidates) > 1
+    assert len(compiled(tmp_path, metric=Scored(), seed=5).detailed_results.candidates) > 1
     (tmp_path / "gepa_state.bin").unlink()
-    metric = Counted()
+    metric = Scored()
     with pytest.raises(ConfigurationError, match=r"gepa_state.bin is missing"):
         compiled(tmp_path, metric=metric, calls=100, seed=5)
-    assert metric.calls == 0
+    assert metric.questions == []
 
 
 def test_a_journal_that_was_copied_without_its_last_writes_goes_on_from_the_checkpoint_and_it_is_said(
@@ -247,11 +242,9 @@ def test_a_damaged_checkpoint_is_refused_with_the_ways_out(directory: Path) -> N
     whole = path.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], b"notes of mine", pickle.dumps(["no state"]), pickle.dumps({})):
         path.write_bytes(damaged)
-        refused(
-            directory, r"gepa_state.bin cannot be read: .* damaged. Put a copy .* another log_dir", metric=Counted()
-        )
+        refused(directory, r"gepa_state.bin cannot be read: .* damaged. Put a copy .* another log_dir", metric=Scored())
     path.write_bytes(whole)
-    assert compiled(directory, metric=Counted(), calls=100).detailed_results.total_metric_calls > 60
+    assert compiled(directory, metric=Scored(), calls=100).detailed_results.total_metric_calls > 60
 
 
 class Planted:
@@ -273,7 +266,7 @@ def test_a_planted_checkpoint_is_refused_and_does_not_run(directory: Path, tmp_p
     calls = [(os.mkdir, str(made)), (exec, f"open({str(made)!r}, 'w')"), (subprocess.Popen, ["touch", str(made)])]
     for call in calls:
         path.write_bytes(pickle.dumps({**state, "adapter_state": {"x": Planted(*call)}}))
-        refused(directory, r"it names (posix|nt|builtins|subprocess)\.\w+, .* is not run", metric=Counted())
+        refused(directory, r"it names (posix|nt|builtins|subprocess)\.\w+, .* is not run", metric=Scored())
     assert not made.exists()
 
 
@@ -304,45 +297,6 @@ def test_a_checkpoint_with_gepas_cache_is_gone_on_from(tmp_path: Path, first: An
     path.write_bytes(pickle.dumps({**state, "evaluation_cache": cache}))  # as it is before anything is in it
     details = compiled(tmp_path, calls=100, gepa_kwargs=more["gepa_kwargs"]).detailed_results
     assert details.total_metric_calls > state["total_num_evals"]
-
-
-def test_outputs_that_json_does_not_have_end_no_run(tmp_path: Path) -> None:
-    """gepa writes the best outputs into the directory, those of the seed before anything else."""
-    student, calls = Told({(1, 2): "keys that are no text"}), [40, 150]
-    details = [
-        compiled(tmp_path, student=student, calls=number, track_best_outputs=True).detailed_results for number in calls
-    ]
-    assert details[1].total_metric_calls > details[0].total_metric_calls
-    assert all(found[0][1].answer for found in details[1].best_outputs_valset.values())
-    assert problems(tmp_path) == []
-
-
-def test_a_checkpoint_with_code_is_read_where_that_was_asked_for(tmp_path: Path) -> None:
-    """cloudpickle writes a function into it, as it does with classes of a script."""
-    tracked = {"track_best_outputs": True, "student": Told(), "gepa_kwargs": {"use_cloudpickle": True}}
-    compiled(tmp_path, calls=40, **tracked)
-    refused(tmp_path, "it names cloudpickle.*use_cloudpickle", **{**tracked, "gepa_kwargs": {}}, metric=digits)
-    details = compiled(tmp_path, calls=60, **tracked).detailed_results
-    assert details.best_outputs_valset[0][0][1].more() == "called"
-
-
-class Told(dspy.Module):
-    """Returns something beside its answer; by default a function."""
-
-    def __init__(self, more: Any = None) -> None:
-        super().__init__()
-        self.more = more
-        self.step = dspy.Predict("question -> answer")
-
-    async def aforward(self, question: str) -> dspy.Prediction:
-        done = await self.step.acall(question=question)
-        return self.told(done.answer)
-
-    def forward(self, question: str) -> dspy.Prediction:
-        return self.told(self.step(question=question).answer)
-
-    def told(self, answer: str) -> dspy.Prediction:
-        return dspy.Prediction(answer=answer, more=self.more or (lambda: "called"))
 
 
 @pytest.mark.parametrize("awaited", [False, True])

@@ -10,6 +10,7 @@ import pytest
 from gepa.utils import MaxMetricCallsStopper
 
 from dspy_flashevolve import AsyncGEPA
+from tests.contract.surface import listening
 from tests.contract.worlds import World, play, quality
 from tests.fakes import Chain, digits, examples, fake_lm, reflection_lm, reply_for
 
@@ -66,15 +67,13 @@ def test_the_search_goes_on_after_a_perfect_score_where_the_user_says_so(options
     assert stats.metric_calls > 100
 
 
-def test_a_perfect_training_set_alone_ends_no_run() -> None:
-    world = World(score=lambda text, question: 1.0 if question.startswith("t") else 0.5)
-    assert PERFECT not in play(world, 150).async_stats.stop_reason
-
-
-def test_scores_above_the_perfect_one_end_no_run() -> None:
-    """A metric of 0 to 100 with the default perfect_score=1."""
-    world = World(score=lambda text, question: 40.0)
-    assert PERFECT not in play(world, 150).async_stats.stop_reason
+@pytest.mark.parametrize(
+    "score",
+    [lambda text, question: 1.0 if question.startswith("t") else 0.5, lambda text, question: 40.0],
+    ids=["a perfect training set alone", "scores above the perfect one"],
+)
+def test_what_is_not_perfect_on_validation_ends_no_run(score: Any) -> None:
+    assert PERFECT not in play(World(score=score), 150).async_stats.stop_reason
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, score: float, **options: Any) -> list[str]:
@@ -121,16 +120,11 @@ def test_the_warning_comes_with_the_first_rollouts() -> None:
     scored: list[int] = []
     world = World(score=lambda text, question: 40.0)
 
-    class Counts(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "A rollout scored" in record.getMessage():
-                scored.append(len(world.scored))
+    def hear(record: logging.LogRecord) -> None:
+        if "A rollout scored" in record.getMessage():
+            scored.append(len(world.scored))
 
-    log, handler = logging.getLogger("dspy_flashevolve"), Counts()
-    log.addHandler(handler)
-    try:
+    with listening(hear):
         play(world, 150)
-    finally:
-        log.removeHandler(handler)
-    assert len(scored) == 1
-    assert scored[0] <= 16, "as many as there are slots"
+    [count] = scored
+    assert count <= 16, "as many as there are slots"

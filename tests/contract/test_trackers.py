@@ -11,14 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import dspy
-import litellm
 import pytest
 
 from dspy_flashevolve import RunAbortedError
-from tests.contract.surface import compiled, on, optimizer, raising
+from tests.contract.surface import compiled, on, optimizer, priced, raising
 from tests.fakes import Chain, examples, fake_lm, reflection_lm, reply_for, task_lm
 
-PRICE = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
 SECRET = "correct-horse-battery-7"
 
 
@@ -75,12 +73,6 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake
-
-
-def priced(lm: Any) -> Any:
-    litellm.register_model({"cheap": PRICE})
-    lm.model = "cheap"
-    return lm
 
 
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])

@@ -17,6 +17,7 @@ from typing import Any
 
 import anyio
 import dspy
+import httpx
 import pytest
 from dspy.lm15 import Message, Request, Response, TextPart, Usage
 from dspy.utils.exceptions import LMRateLimitError, LMServerError, LMTimeoutError
@@ -31,9 +32,11 @@ from tests.contract.surface import (
     ENDLESS,
     TRAIN,
     VAL,
+    InThread,
     check_ends,
     check_winner,
     compiled,
+    listening,
     on,
     optimizer,
     problems,
@@ -66,6 +69,11 @@ ALWAYS: dict[str, Callable[[], Exception]] = {
     "503": lambda: LMServerError("503", status=503),
     "429": lambda: LMRateLimitError("429"),
 }
+
+
+def now() -> float:
+    """Seconds of the run's loop, also in its threads."""
+    return (LOOP_OF.get(threading.get_ident()) or asyncio.get_running_loop()).time()
 
 
 class Slow(Chain):
@@ -164,13 +172,16 @@ def test_a_run_goes_on_though_a_third_of_the_examples_is_never_answered(name: st
 @pytest.mark.parametrize("name", ["500", "503", "429"])
 @pytest.mark.parametrize("kind", ["loop", "thread"])
 def test_a_run_goes_on_though_a_third_of_all_prompts_is_never_answered(name: str, kind: str) -> None:
-    """Of what a program is asked, and of reflections: another candidate, or another minibatch, may be answered."""
+    """Of what a program is asked, and of reflections: another candidate, or another minibatch, may be answered. Steps
+    without an answered rollout cost nothing and take no time, and do not go on for ever."""
     with dspy.context(lm=except_for_a_share(1 / 3, ALWAYS[name], of=".*")):
         details = simulated(130, SlowInThread() if kind == "thread" else Slow()).detailed_results
     stats = details.async_stats
     assert stats.outcome == "finished"
     assert stats.metric_calls > 97
     check_winner(details)
+    check_ends(stats)
+    assert sum(stats.ended.values()) < 100
 
 
 @pytest.mark.parametrize("draw", ["a", *(pytest.param(draw, marks=pytest.mark.long) for draw in "bcdef")])
@@ -193,14 +204,6 @@ def test_a_run_is_aborted_where_nine_of_ten_prompts_are_never_answered(name: str
         simulated(110, SlowInThread() if kind == "thread" else Slow())
 
 
-def test_steps_without_an_answered_rollout_do_not_go_on_for_ever() -> None:
-    """They cost nothing and take no time, and the seed's validation may wait meanwhile."""
-    with dspy.context(lm=except_for_a_share(1 / 3, ALWAYS["500"], of=".*")):
-        stats = simulated(110, Slow()).async_stats
-    check_ends(stats)
-    assert sum(stats.ended.values()) < 100
-
-
 # Everything
 
 
@@ -209,42 +212,29 @@ def gone_after(requests: int, back_after: float = float("inf")) -> tuple[dspy.LM
     answered: list[float] = []
 
     def choose(prompt: str) -> str:
-        now = (LOOP_OF.get(threading.get_ident()) or asyncio.get_running_loop()).time()  # reflections come from threads
-        if len(answered) >= requests and now < answered[requests - 1] + back_after:
+        if len(answered) >= requests and now() < answered[requests - 1] + back_after:
             raise ConnectionRefusedError("connection refused")
-        answered.append(now)
+        answered.append(now())
         return answer(prompt)
 
     return fake_lm(choose), answered
 
 
-class Said(logging.Handler):
-    """Keeps when something was logged, in seconds of the loop."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[tuple[float, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append((asyncio.get_running_loop().time(), record.getMessage()))
-
-
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
 def test_a_provider_that_is_gone_is_told_at_once_and_given_up_within_a_minute(schedule: Any) -> None:
-    (lm, answered), said = gone_after(60), Said()
-    log = logging.getLogger("dspy_flashevolve")
-    log.addHandler(said)
-    try:
-        with dspy.context(lm=lm):
-            details = simulated(ENDLESS, Slow(), schedule=schedule, reflection_lm=lm).detailed_results
-    finally:
-        log.removeHandler(said)
+    (lm, answered), said = gone_after(60), list[float]()
+
+    def hear(record: logging.LogRecord) -> None:
+        if "does not answer" in record.getMessage():
+            said.append(now())
+
+    with dspy.context(lm=lm), listening(hear):
+        details = simulated(ENDLESS, Slow(), schedule=schedule, reflection_lm=lm).detailed_results
     stats = details.async_stats
     assert stats.outcome == "failed"
     assert "has answered nothing for" in stats.stop_reason
     if schedule == "async":
-        first = min(seconds for seconds, line in said.lines if "does not answer" in line)
-        assert first <= answered[-1] + 1 + 2, "a second of the program, and two"
+        assert said[0] <= answered[-1] + 1 + 2, "a second of the program, and two"
     assert stats.seconds <= answered[-1] + 1 + 62
     check_winner(details)
     check_ends(stats)
@@ -256,11 +246,12 @@ def test_a_seed_that_nobody_answers_ends_the_run_within_a_minute() -> None:
 
     class Timed(Chain):
         async def aforward(self, question: str) -> dspy.Prediction:
-            times.append(asyncio.get_running_loop().time())
+            times.append(now())
             return await super().aforward(question)
 
-    with dspy.context(lm=lm), pytest.raises(RunAbortedError, match="seed program"):
+    with dspy.context(lm=lm), pytest.raises(RunAbortedError, match="seed program") as caught:
         simulated(100, Timed())
+    assert caught.value.best_program is None
     assert max(times) < 65
 
 
@@ -319,7 +310,7 @@ class Told:
     refused: Counter[str] = field(default_factory=Counter[str])
 
     def choose(self, prompt: str) -> str:
-        self.asked.append(LOOP[0].time())
+        self.asked.append(now())
         found = next((question for question in self.questions if f"\n{question}" in prompt), "")
         if found and self.refused[found] < self.times:
             self.refused[found] += 1
@@ -328,14 +319,8 @@ class Told:
 
     def compiled(self, calls: int, student: dspy.Module, **options: Any) -> Any:
         lm = fake_lm(self.choose)
-        one = optimizer(calls, reflection_lm=lm, **options)
-
-        async def compile_it() -> Any:
-            LOOP[:] = [asyncio.get_running_loop()]
-            with dspy.context(lm=lm):
-                return await one.acompile(student, trainset=TRAIN, valset=VAL)
-
-        return run(compile_it).detailed_results
+        with dspy.context(lm=lm):
+            return simulated(calls, student, reflection_lm=lm, **options).detailed_results
 
     def longest_gap(self) -> float:
         """The longest time in which nothing was asked, in seconds."""
@@ -377,15 +362,9 @@ def test_few_further_steps_begin_where_nobody_is_answered() -> None:
     """They find out whether others are answered; more would only wait, for as long as the outage takes."""
     begun: list[float] = []
     lm, answered = gone_after(60, back_after=50)
-
-    async def compile_it() -> Any:
-        LOOP[:] = [asyncio.get_running_loop()]
-        selected = on("on_candidate_selected", lambda event: begun.append(LOOP[0].time()))
-        with dspy.context(lm=lm):
-            one = optimizer(160, reflection_lm=reflection_lm(), gepa_kwargs=selected)
-            return await one.acompile(Slow(), trainset=TRAIN, valset=VAL)
-
-    stats = run(compile_it).detailed_results.async_stats
+    with dspy.context(lm=lm):
+        selected = on("on_candidate_selected", lambda event: begun.append(now()))
+        stats = simulated(160, Slow(), gepa_kwargs=selected).async_stats
     assert stats.outcome == "finished"
     gone = answered[59]
     assert min(seconds for seconds in answered if seconds > gone) >= gone + 50
@@ -395,28 +374,11 @@ def test_few_further_steps_begin_where_nobody_is_answered() -> None:
 def test_a_stop_ends_every_wait() -> None:
     """A stopper of the user's, as a first Ctrl-C: what waits is asked for once more, and not for an hour."""
 
-    def stop(state: Any) -> bool:
-        return state.total_num_evals > 30
-
+    stop = {"stop_callbacks": [lambda state: state.total_num_evals > 30]}
+    patient = Workflow(max_outage_seconds=7200)
     with dspy.context(lm=told_to_wait(*range(25, ENDLESS // 100))):
-        stats = simulated(
-            ENDLESS,
-            gepa_kwargs={"stop_callbacks": [stop]},
-            workflow=Workflow(max_outage_seconds=7200),
-            max_seconds=100,
-        ).async_stats
+        stats = simulated(ENDLESS, gepa_kwargs=stop, workflow=patient, max_seconds=100).async_stats
     assert stats.seconds < 130
-
-
-class InThread(dspy.Module):
-    """As Chain, but nothing of it is awaited."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = dspy.Predict("question -> answer")
-
-    def forward(self, question: str) -> Any:
-        return self.step(question=question)
 
 
 class SlowInThread(InThread):
@@ -455,9 +417,8 @@ def test_no_schedule_of_faults_leaves_a_run_that_waits_for_nothing(
     def choose(prompt: str) -> str:
         nonlocal asked
         asked += 1
-        now = LOOP[0].time()
         for begin, length, name, share in faults:
-            if begin <= now < begin + length and hashed(asked, name) % 1000 < 1000 * share:
+            if begin <= now() < begin + length and hashed(asked, name) % 1000 < 1000 * share:
                 raise FAULTS[name]()
         return answer(prompt)
 
@@ -471,7 +432,6 @@ def test_no_schedule_of_faults_leaves_a_run_that_waits_for_nothing(
     one = optimizer(80, metric=metric, num_threads=slots, reflection_lm=lm, **more)
 
     async def compile_it() -> Any:
-        LOOP[:] = [asyncio.get_running_loop()]
         with dspy.context(lm=lm), anyio.fail_after(100_000):  # else a run that waits for nothing hangs this test, too
             student = InThread() if kind == "sync" else Slow()
             return await one.acompile(student, trainset=TRAIN, valset=VAL)
@@ -484,9 +444,6 @@ def test_no_schedule_of_faults_leaves_a_run_that_waits_for_nothing(
     check_ends(stats)
     assert stats.outcome in ("finished", "failed")
     assert stats.seconds < 3000, "in virtual time; the faults are over after 250 seconds"
-
-
-LOOP: list[Any] = []
 
 
 # Reflections
@@ -529,29 +486,41 @@ def dripping_first(word: str = "") -> Callable[[str], str]:
     return choose
 
 
-@pytest.mark.parametrize("schedule", ["async", "lockstep"])
-def test_a_reflection_that_drips_is_given_up_and_asked_again(schedule: str) -> None:
-    with BrokenServer(dripping_first()) as server:
-        stats = compiled(60, reflection_lm=server.lm("chosen", timeout=3.0), schedule=schedule).async_stats
+@pytest.mark.parametrize(
+    ("word", "options"),
+    [("", {}), ("", {"schedule": "lockstep"}), ("head_text", {"staleness": Reflective(min_gap=0)})],
+    ids=["reflection", "in lockstep", "repair"],
+)
+def test_a_reflection_or_a_repair_that_drips_is_given_up_and_asked_again(word: str, options: dict[str, Any]) -> None:
+    with BrokenServer(dripping_first(word)) as server:
+        stats = compiled(90, reflection_lm=server.lm("chosen", timeout=2.0), **options).async_stats
     assert stats.retried_requests >= 1
     assert stats.ended["failed"] == 0
     assert stats.proposals > 0
+    assert bool(word) == (stats.integration_calls > 0)
 
 
-@pytest.mark.long
-def test_a_repair_that_drips_is_given_up_and_asked_again() -> None:
-    with BrokenServer(dripping_first("head_text")) as server:
-        staleness = Reflective(min_gap=0)
-        stats = compiled(90, reflection_lm=server.lm("chosen", timeout=3.0), staleness=staleness).async_stats
-    assert stats.retried_requests == 1
-    assert stats.integration_calls > 0
-    assert stats.ended["failed"] == 0
+class ByParallel(Chain):
+    def forward(self, question: str) -> dspy.Prediction:
+        pairs = [(self.steps[0], {"question": f"{question} {number}"}) for number in range(2)]
+        answers: Any = dspy.Parallel(num_threads=2, disable_progress_bar=True)(pairs)
+        return dspy.Prediction(answer=" ".join(one.answer for one in answers))
 
 
+class OnItsOwnLoop(Chain):
+    def forward(self, question: str) -> dspy.Prediction:
+        return dspy.Prediction(answer=asyncio.run(self.steps[0].acall(question=question)).answer)
+
+
+TIMEOUTS = {"seconds": {"timeout": 2.0}, "httpx": {"timeout": httpx.Timeout(2.0), "engine": "litellm"}}
+
+
+@pytest.mark.parametrize("timeout", TIMEOUTS)
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
-@pytest.mark.parametrize("program", [Chain, InThread])
-def test_a_rollout_that_drips_is_given_up_and_asked_again(program: Any, schedule: str) -> None:
-    with BrokenServer(dripping_first()) as server, dspy.context(lm=server.lm("chosen", timeout=3.0)):
+@pytest.mark.parametrize("program", [Chain, InThread, ByParallel, OnItsOwnLoop])
+def test_a_rollout_that_drips_is_given_up_and_asked_again(program: Any, schedule: str, timeout: str) -> None:
+    """In threads and on loops of the program's own, too."""
+    with BrokenServer(dripping_first()) as server, dspy.context(lm=server.lm("chosen", **TIMEOUTS[timeout])):
         details = compiled(30, program(), metric=lambda *_: 0.5, schedule=schedule).detailed_results
     assert details.async_stats.retried_requests >= 1
     assert list(details.val_subscores[0].values()) == [0.5] * len(VAL)
@@ -572,7 +541,7 @@ def test_an_lm_call_of_a_metric_that_drips_is_given_up_with_the_metric_and_the_r
             dspy.settings.lm("Is it right?")
         return digits(gold, pred)
 
-    with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen", timeout=3.0)):
+    with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen", timeout=2.0)):
         stats = compiled(30, metric=metric).async_stats
     assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
     assert len(judged) == stats.metric_calls + 1
@@ -659,8 +628,8 @@ class Twice(InThread):
 
     def forward(self, question: str) -> Any:
         with suppress(Exception):  # as careless code does
-            self.step(question=f"first look at {question}.")
-        return self.step(question=f"second look at {question}.")
+            self.steps[0](question=f"first look at {question}.")
+        return self.steps[0](question=f"second look at {question}.")
 
 
 @pytest.mark.parametrize("comes", list(LATE))
@@ -678,10 +647,8 @@ def test_a_program_that_was_left_behind_in_its_thread_asks_no_more(bound: str, c
 
 
 def test_an_lm_that_keeps_its_own_timeout_leaves_no_thread_behind() -> None:
-    engine, metric = (
-        Late("first look at v 3.", 600.0, lambda: LMTimeoutError("no answer within 600 seconds")),
-        Judging(),
-    )
+    metric = Judging()
+    engine = Late("first look at v 3.", 600.0, lambda: LMTimeoutError("no answer within 600 seconds"))
     with dspy.context(lm=engine.lm()):
         stats = simulated(60, metric=metric).async_stats
     assert stats.outcome == "finished"

@@ -7,6 +7,7 @@ import contextvars
 import gc
 import itertools
 import logging
+import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from gepa.strategies.eval_policy import FullEvaluationPolicy
 from gepa.strategies.proposal_sampling import SingleMutationSampling
 from gepa.strategies.proposal_selection import AllImprovements
 
-from tests.contract.surface import VAL, compiled, text_of
+from tests.contract.surface import VAL, Heard, InThread, compiled, text_of
 from tests.fakes import Chain, digits, fake_lm, hashed, reply_for
 
 
@@ -39,14 +40,6 @@ def test_a_proposal_that_no_program_can_be_built_with_fails_its_step(text: Any, 
     assert stats.ended["failed"] > 0
     assert all(text_of(program) != text for program in details.candidates)
     assert all(why in reason for reason in stats.end_reasons if reason.startswith("reflection failed"))
-
-
-def test_a_proposer_whose_every_text_is_useless_ends_the_run_with_its_error() -> None:
-    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> Any:
-        return dict.fromkeys(components_to_update)
-
-    with pytest.raises(TypeError, match="is None, expected a text"):
-        compiled(160, instruction_proposer=proposer)
 
 
 class Pooled(dspy.Module):
@@ -165,20 +158,8 @@ def test_a_stopper_that_raises_is_named_among_others(schedule: Any, caplog: pyte
     assert caught.value.best_program is not None  # type: ignore[attr-defined]
 
 
-class Breaks:
-    """A callback that raises in every hook; gepa warns of it, with the callback and the method, and goes on."""
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("on_"):
-            raise AttributeError(name)
-
-        def broken(event: Any) -> None:
-            raise LookupError("it broke")
-
-        return broken
-
-    def __repr__(self) -> str:
-        return "Breaks()"
+def breaks(*_: Any) -> None:
+    raise LookupError("it broke")
 
 
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
@@ -186,8 +167,8 @@ def test_callbacks_that_raise_change_nothing_and_are_named(schedule: Any, caplog
     one_at_a_time: dict[str, Any] = {"schedule": schedule, "num_threads": 1}
     quiet = compiled(90, **one_at_a_time).detailed_results
     with caplog.at_level(logging.WARNING):
-        loud = compiled(90, gepa_kwargs={"callbacks": [Breaks()]}, **one_at_a_time).detailed_results
-    assert "Callback Breaks() failed on on_iteration_end: it broke" in caplog.text
+        loud = compiled(90, gepa_kwargs={"callbacks": [Heard(breaks)]}, **one_at_a_time).detailed_results
+    assert re.search(r"Callback .*Heard.* failed on on_iteration_end: it broke", caplog.text)
     assert loud.val_subscores[0] == quiet.val_subscores[0]
     if schedule == "lockstep":
         assert loud.to_dict() == quiet.to_dict()
@@ -198,11 +179,7 @@ class MyProposer(dspy.Module):
         raise LookupError("it broke")
 
 
-def my_proposer(candidate: Any, reflective_dataset: Any, components_to_update: Any) -> Any:
-    raise LookupError("it broke")
-
-
-@pytest.mark.parametrize(("proposer", "name"), [(MyProposer(), "MyProposer.forward"), (my_proposer, "my_proposer")])
+@pytest.mark.parametrize(("proposer", "name"), [(MyProposer(), "MyProposer.forward"), (breaks, "breaks")])
 def test_a_proposer_that_raises_is_named(proposer: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
         stats = compiled(40, instruction_proposer=proposer).async_stats
@@ -254,18 +231,7 @@ class CoroutineAlone(Alone):
         return digits(gold, pred)
 
 
-class Sync(dspy.Module):
-    """Runs in threads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = dspy.Predict("question -> answer")
-
-    def forward(self, question: str) -> Any:
-        return self.step(question=question)
-
-
-@pytest.mark.parametrize("program", [Chain, Sync])
+@pytest.mark.parametrize("program", [Chain, InThread])
 @pytest.mark.parametrize("metric", [SyncAlone, CoroutineAlone])
 def test_with_metric_lock_the_metric_is_called_once_at_a_time(metric: Any, program: Any) -> None:
     alone, together = metric(), metric()
@@ -313,7 +279,7 @@ class Predictions:
         return Predictions, ()
 
 
-@pytest.mark.parametrize("program", [Chain, Sync])
+@pytest.mark.parametrize("program", [Chain, InThread])
 def test_what_rollouts_leave_behind_is_released_when_their_step_ends(program: Any) -> None:
     watch = Predictions()
     optimized = compiled(160, program(), metric=watch, track_stats=False, gepa_kwargs={"callbacks": [watch]})

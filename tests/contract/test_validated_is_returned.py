@@ -24,8 +24,8 @@ from dspy.predict.flex import bridge
 from pydantic import BaseModel, PrivateAttr
 
 from dspy_flashevolve import AsyncGEPA
-from tests.contract.surface import TRAIN, VAL, compiled
-from tests.fakes import digits, fake_lm, hashed, reply_for
+from tests.contract.surface import TRAIN, VAL, Interpreter, code_lm, compiled
+from tests.fakes import Chain, digits, fake_lm, hashed, reply_for
 
 LEARNED = "Say it right."
 """The instruction that makes answers right."""
@@ -33,10 +33,6 @@ LEARNED = "Say it right."
 
 def task_lm() -> dspy.LM:
     return fake_lm(lambda prompt: reply_for(prompt, answer="right" if LEARNED in prompt else "wrong"))
-
-
-def reflecting_lm() -> dspy.LM:
-    return fake_lm(lambda prompt: reply_for(prompt, new_instruction=LEARNED))
 
 
 def is_right(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
@@ -165,14 +161,10 @@ BESIDE: dict[str, Callable[[], Any]] = {
 """What may stand beside it."""
 
 
-def optimizer(metric: Any = is_right, **options: Any) -> AsyncGEPA:
-    settings: dict[str, Any] = {
-        "max_metric_calls": 60,
-        "num_threads": 4,
-        "track_stats": True,
-        "reflection_lm": reflecting_lm(),
-    }
-    return AsyncGEPA(metric, **{**settings, **options})
+def optimizer(metric: Any = is_right, kind: Any = AsyncGEPA, **options: Any) -> Any:
+    reflecting = fake_lm(lambda prompt: reply_for(prompt, new_instruction=LEARNED))
+    settings: dict[str, Any] = {"max_metric_calls": 60, "num_threads": 4, "track_stats": True}
+    return kind(metric, **{**settings, "reflection_lm": reflecting, **options})
 
 
 def score_of(program: dspy.Module) -> float:
@@ -505,19 +497,7 @@ def test_a_tool_that_counts_in_its_closure_counts_for_its_caller() -> None:
 # How a program is called
 
 
-class Asked(dspy.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.look = dspy.Predict("question -> answer")
-
-    def forward(self, question: str) -> Any:
-        return self.look(question=question)
-
-    async def aforward(self, question: str) -> Any:
-        return await self.look.acall(question=question)
-
-
-class CalledInItsOwnWay(Asked):
+class CalledInItsOwnWay(Chain):
     """Inherits ``forward`` and ``aforward``, and does more where it is called."""
 
     def __call__(self, question: str) -> Any:
@@ -534,9 +514,8 @@ class CalledAndAwaitedInItsOwnWay(CalledInItsOwnWay):
 @pytest.mark.parametrize("program", [CalledInItsOwnWay, CalledAndAwaitedInItsOwnWay])
 @pytest.mark.parametrize("kind", [dspy.GEPA, AsyncGEPA])
 def test_a_call_of_the_programs_own_is_what_runs(kind: Any, program: Any) -> None:
-    options = {"max_metric_calls": 20, "num_threads": 2, "track_stats": True, "reflection_lm": reflecting_lm()}
     with dspy.context(lm=task_lm()):
-        optimized = kind(is_right, **options).compile(program(), trainset=TRAIN, valset=VAL)
+        optimized = optimizer(kind=kind, max_metric_calls=20).compile(program(), trainset=TRAIN, valset=VAL)
         assert optimized.detailed_results.val_aggregate_scores[0] == score_of(program()) == 1.0
 
 
@@ -544,20 +523,6 @@ def test_a_call_of_the_programs_own_is_what_runs(kind: Any, program: Any) -> Non
 
 
 PARSER_ERROR = "AST constructor recursion depth mismatch (before=63, after=66)"
-
-
-class Interpreter:
-    """Answers, and runs no code."""
-
-    def __init__(self) -> None:
-        self.tools: dict[str, Any] = {}
-
-    def start(self) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-    def execute(self, code: str, variables: Any = None) -> str:
-        return '{"answer": "3"}'
 
 
 def flex_run(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> tuple[Any, Counter[str]]:
@@ -570,15 +535,9 @@ def flex_run(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> t
             raise SystemError(PARSER_ERROR)
         return parse(source)
 
-    def rewritten(prompt: str) -> str:
-        source = prompt.split("[[ ## current_source ## ]]")[-1].split("[[ ##")[0].strip()
-        return reply_for(prompt, revised_source=f"# {hashed(prompt) % 1000}\n{source}")
-
     student = dspy.Flex("question -> answer", interpreter_factory=Interpreter)
     monkeypatch.setattr(bridge, "parse_module_class_name", parse_or_fail)
-    one = optimizer(
-        digits, reflection_lm=fake_lm(rewritten), gepa_kwargs={"acceptance_criterion": "improvement_or_equal"}
-    )
+    one = optimizer(digits, reflection_lm=code_lm(), gepa_kwargs={"acceptance_criterion": "improvement_or_equal"})
     with dspy.context(lm=task_lm()):
         return one.compile(student, trainset=TRAIN, valset=VAL), parsed
 

@@ -15,12 +15,10 @@ from typing import Any
 
 import dspy
 import pytest
-from dspy.primitives.local_interpreter import LocalInterpreter
 
 from dspy_flashevolve import AsyncGEPA, EditedText
-from dspy_flashevolve.sim.virtual import run
-from tests.contract.surface import check_ends, facts
-from tests.contract.test_edits import Reflection, text_of, tidy
+from tests.contract.surface import Interpreter, check_ends, code_lm, evolved, facts
+from tests.contract.test_edits import Reflection, score, text_of, tidy
 from tests.contract.test_replies import field, reply, rules_in
 from tests.contract.worlds import Rules, play
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
@@ -30,21 +28,10 @@ TRAIN, VAL = examples("t", 24), examples("v", 10)
 
 def asked(lm: dspy.LM, student: dspy.Module, calls: int, tasks: Callable[[str], str], **options: Any) -> Any:
     """What AsyncGEPA makes of a student in virtual time; the score is the answer, the number of rules in the prompt."""
-    optimizer = AsyncGEPA(
-        scored, max_metric_calls=calls, reflection_lm=lm, num_threads=8, track_stats=True, **options
-    )  # fmt: skip
-
-    async def main() -> Any:
-        with dspy.context(lm=fake_lm(tasks)):
-            return await optimizer.acompile(student, trainset=TRAIN, valset=VAL)
-
-    program = run(main)
+    optimizer = AsyncGEPA(score, max_metric_calls=calls, reflection_lm=lm, num_threads=8, track_stats=True, **options)
+    program = evolved(optimizer, student, TRAIN, VAL, {"lm": fake_lm(tasks)})
     check_ends(program.async_stats)
     return program
-
-
-def scored(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-    return dspy.Prediction(score=float(pred.answer), feedback="Add rules.")
 
 
 def by_rules(prompt: str) -> str:
@@ -147,16 +134,6 @@ def test_whole_texts_in_the_place_of_edits_stand_for_themselves_and_the_whole_bu
 # Code
 
 
-def code_lm() -> dspy.LM:
-    """Rewrites code by a comment, so that every proposal is a new candidate."""
-
-    def answer(prompt: str) -> str:
-        source = prompt.split("[[ ## current_source ## ]]")[-1].split("[[ ##")[0].strip()
-        return reply_for(prompt, revised_source=f"# {hashed(prompt) % 1000}\n{source}")
-
-    return fake_lm(answer)
-
-
 @pytest.mark.parametrize("search", [None, "edits"])
 def test_where_all_that_evolves_is_code_the_search_is_pareto_from_its_first_step_on(search: Any) -> None:
     results: list[Any] = []
@@ -165,13 +142,9 @@ def test_where_all_that_evolves_is_code_the_search_is_pareto_from_its_first_step
             digits, max_metric_calls=26, num_threads=4, reflection_lm=code_lm(), track_stats=True, search=chosen,
             gepa_kwargs={"acceptance_criterion": "improvement_or_equal"},
         )  # fmt: skip
-        student = dspy.Flex("question -> answer", interpreter_factory=LocalInterpreter)
-
-        async def main(optimizer: AsyncGEPA = optimizer, student: Any = student) -> Any:
-            with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3"))):
-                return await optimizer.acompile(student, trainset=TRAIN[:6], valset=VAL[:2])
-
-        results.append(run(main).detailed_results.to_dict())
+        student = dspy.Flex("question -> answer", interpreter_factory=Interpreter)
+        lm = fake_lm(lambda prompt: reply_for(prompt, answer="3"))
+        results.append(evolved(optimizer, student, TRAIN[:6], VAL[:2], {"lm": lm}).detailed_results.to_dict())
     assert results[0] == results[1]
     assert len(results[0]["candidates"]) > 2
 
@@ -266,7 +239,7 @@ def test_in_lockstep_such_a_step_ends_as_in_dspy_gepa() -> None:
     for kind, options in ((dspy.GEPA, {}), (AsyncGEPA, {"schedule": "lockstep"})):
         notes = Notes()
         optimizer = kind(
-            scored, max_metric_calls=80, num_threads=4, track_stats=True, seed=1,
+            score, max_metric_calls=80, num_threads=4, track_stats=True, seed=1,
             reflection_lm=fake_lm(lambda prompt, notes=notes: as_more(prompt, notes)), **options,
         )  # fmt: skip
         with dspy.context(lm=fake_lm(by_rules)):
@@ -366,14 +339,8 @@ def test_a_text_that_is_none_is_named_with_its_component() -> None:
 
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
 def test_a_coroutine_that_a_proposer_returns_is_awaited(schedule: Any) -> None:
-    program = asked(
-        fake_lm(by_rules),
-        Chain(1),
-        100,
-        by_rules,
-        schedule=schedule,
-        instruction_proposer=proposer_of(coroutine, False),
-    )
+    options = {"schedule": schedule, "instruction_proposer": proposer_of(coroutine, False)}
+    program = asked(fake_lm(by_rules), Chain(1), 100, by_rules, **options)
     assert program.async_stats.proposals > 3
     assert "- rule" in text_of(program)
 

@@ -11,19 +11,6 @@ from tests.contract.surface import check_ends, check_winner
 from tests.contract.worlds import World, play
 
 
-@pytest.mark.parametrize("validate", [0.25, 0.5])
-def test_a_validation_that_releases_a_part_keeps_the_budget_and_a_winner_that_is_fully_validated(
-    validate: float,
-) -> None:
-    world = World(spread=60.0)
-    program = play(world, 400, workflow=Workflow(validate=validate))
-    details, stats = program.detailed_results, program.async_stats
-    assert len(world.scored) == stats.metric_calls <= 400
-    check_ends(stats)
-    check_winner(details, 12)
-    assert all(set(scores) == set(range(12)) for scores in details.val_subscores)
-
-
 def test_worker_pools_bound_what_the_stages_of_a_run_have_in_flight() -> None:
     stages = "rollout", "propose", "integrate", "screen", "prefix", "validate"
     pools = Workflow(workers=dict.fromkeys(stages, 1))

@@ -14,8 +14,7 @@ import dspy
 from dspy.utils.exceptions import LMRateLimitError, LMServerError, LMTimeoutError
 
 from dspy_flashevolve import AsyncGEPA, EditedText
-from dspy_flashevolve.sim.virtual import run
-from tests.contract.surface import Sum
+from tests.contract.surface import Sum, evolved
 from tests.fakes import examples, hashed
 
 FAULTS = (
@@ -186,11 +185,5 @@ def play(world: World, calls: int | None = 300, **options: Any) -> Any:
     settings |= {"instruction_proposer": world, "stale_candidate_reflection": Sum()}
     settings |= {"search": "edits"} if isinstance(world, Rules) else {}
     settings |= options
-    optimizer = AsyncGEPA(world.metric, **settings)
-    sets = {"trainset": examples("t", world.train), "valset": examples("v", world.val)}
-
-    async def compile_it() -> Any:
-        with dspy.context(lm=None):
-            return await optimizer.acompile(world.student(), **sets)
-
-    return run(compile_it)
+    data = examples("t", world.train), examples("v", world.val)
+    return evolved(AsyncGEPA(world.metric, **settings), world.student(), *data, {"lm": None})

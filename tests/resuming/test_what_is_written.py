@@ -11,15 +11,13 @@ from typing import Any
 import dspy
 import pytest
 
-from dspy_flashevolve import AsyncGEPA, Workflow
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.gepa.pool import Pool
-from tests.contract.surface import simulated
+from tests.contract.surface import Scored, simulated
 from tests.contract.surface import sql as rows
-from tests.contract.test_going_on import TRAIN, VAL, run
-from tests.fakes import Chain, digits, reflection_lm
+from tests.contract.test_going_on import run
 
 
 @pytest.mark.parametrize(("schedule", "after"), [("async", 5), ("async", 40), ("lockstep", 5)])
@@ -108,24 +106,13 @@ def test_a_crossover_that_was_under_way_goes_on_where_further_ones_are_not_wante
     assert check(tmp_path).problems == []
 
 
-class CountingMetric:
-    """Scores digits, and counts its calls for scores."""
-
-    def __init__(self) -> None:
-        self.made = 0
-
-    def __call__(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        self.made += pred_name is None
-        return digits(gold, pred, trace, pred_name, pred_trace)
-
-
 @cache
 def calls_at_a_commit() -> int:
     """Metric calls that a run has made when it commits its second candidate: what that is follows from its prompts."""
-    commit, calls, metric = Pool.commit, list[int](), CountingMetric()
+    commit, calls, metric = Pool.commit, list[int](), Scored()
 
     def noted(pool: Any, step: Any, work: Any) -> Any:
-        calls.append(metric.made)
+        calls.append(len(metric.questions))
         return commit(pool, step, work)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -140,10 +127,10 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step
 ) -> None:
     """What is paid is not thrown away, wherever in its budget a run was interrupted."""
     budget = calls_at_a_commit() + left
-    commit, held, metric = Pool.commit, list[Any](), CountingMetric()
+    commit, held, metric = Pool.commit, list[Any](), Scored()
 
     def killed(pool: Any, step: Any, work: Any) -> Any:
-        if metric.made >= budget - 20:
+        if len(metric.questions) >= budget - 20:
             held.append(step.number)
             raise KeyError("killed before a commit")
         return commit(pool, step, work)
@@ -154,32 +141,7 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step
         simulated(budget, **options)
     monkeypatch.undo()
     details = simulated(budget, **options).detailed_results
-    assert metric.made <= details.total_metric_calls <= budget
+    assert len(metric.questions) <= details.total_metric_calls <= budget
     ways = dict(rows(tmp_path, "SELECT step, way FROM ends"))
     assert [ways[number] for number in held] == ["committed"] * len(held)
     assert check(tmp_path).problems == []
-
-
-def test_no_file_of_the_run_has_a_key_that_an_error_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error's words stand in the ends of steps."""
-    key = "sk-live-0123456789abcdef"
-    monkeypatch.setenv("SOME_API_KEY", key)
-
-    class Refusing:
-        def __call__(self, candidate: Any, reflective_dataset: Any, components_to_update: Any) -> Any:
-            raise ValueError(f"the key {key} is over its quota")
-
-    optimizer = AsyncGEPA(
-        digits,
-        max_metric_calls=100,
-        reflection_lm=reflection_lm(),
-        instruction_proposer=Refusing(),
-        log_dir=str(tmp_path),
-        search="pareto",
-        workflow=Workflow(live_steps=2),
-    )
-    with pytest.raises(ValueError, match="over its quota"):
-        optimizer.compile(Chain(1), trainset=TRAIN, valset=VAL)
-    written = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert b"is over its quota" in written["journal.sqlite"]
-    assert [name for name, content in written.items() if key.encode() in content] == []

@@ -45,22 +45,6 @@ def written(inputs: dict[str, str], *outputs: str, model: ImitatingModel = FAITH
     )
 
 
-def test_the_prompts_of_the_proposer_and_of_revisions_are_known() -> None:
-    assert request({"archive_overview": "x", "direction": "y"}, "modules").kind == "harness"
-    assert request({"stale_module": "x", "admitted_since": "y"}, "verdict").kind == "harness"
-    assert request({"question": "x"}, "answer").kind == "task"
-
-
-def test_it_lists_reads_searches_and_finishes() -> None:
-    seen: dict[str, str] = {}
-    tools: list[str] = []
-    for step in range(4):
-        reply = written(seen, "next_thought", "next_tool_name", "next_tool_args")
-        tools.append(reply["next_tool_name"])
-        seen |= {f"tool_name_{step}": tools[-1], f"observation_{step}": "candidates/0003/source.py"}
-    assert tools == ["list_files", "read_file", "search_files", "finish"]
-
-
 def test_modules_hold_the_rules_of_the_source_and_of_the_feedback_and_compile() -> None:
     reply = written(
         {"observation_1": SOURCE, "observation_2": FEEDBACK, "count": "3", "tool_args_1": "candidates/0007/source.py"},
@@ -75,14 +59,6 @@ def test_modules_hold_the_rules_of_the_source_and_of_the_feedback_and_compile() 
         instruction = max((text for text in texts if isinstance(text, str)), key=len)
         assert [rule.word for rule in rules_in(instruction)] == ["amber", "plum"]
         assert "# based on: 0007" in block
-
-
-def test_a_stale_module_takes_over_what_it_does_not_hold_and_is_kept_where_it_holds_all() -> None:
-    patched = written({"stale_module": SOURCE, "admitted_since": FEEDBACK}, "verdict", "patched_module")
-    assert patched["verdict"] == "patch"
-    assert {rule.word for rule in rules_in(patched["patched_module"].replace("\\n", "\n"))} == {"amber", "plum"}
-    kept = written({"stale_module": SOURCE, "admitted_since": SOURCE}, "verdict", "patched_module")
-    assert kept["verdict"] == "keep"
 
 
 @given(st.dictionaries(st.sampled_from(["observation_1", "observation_2", "count", "tool_args_1", "stale_module",

@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks.models import ImitatingModel
 from benchmarks.models.playbook_replies import CITATIONS
-from dspy_flashevolve.ace.operations import Add, Remove, parse_operations, parse_tags
+from dspy_flashevolve.ace.operations import Add, parse_operations, parse_tags
 from dspy_flashevolve.ace.playbook import Playbook, attached
 from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from dspy_flashevolve.sim.words import USELESS_SENTENCES, WORDS, Rule, words_present
+from dspy_flashevolve.sim.words import WORDS, Rule, words_present
 
 RULES = [Rule(number, word) for number, word in enumerate(WORDS[:6], start=1)]
 FAITHFUL = {"obedience": 1.0, "forgets": 0.0, "useless": 0.0, "spots_conflicts": 1.0}
@@ -57,20 +57,6 @@ def test_the_curator_adds_rules_that_the_playbook_has_not(adapter: dspy.Adapter)
     added = curated("Keep these: " + " ".join(map(str, RULES[:3])), adapter=adapter)
     assert added == [Add("strategies", str(RULES[2]))]
     assert curated("Keep these: " + str(RULES[0])) == []
-
-
-def test_the_curator_sometimes_removes_a_rule_and_sometimes_adds_a_general_sentence() -> None:
-    assert Remove("str-1") in [
-        operation for seed in range(8) for operation in curated("", seed=seed, model={"forgets": 1.0})
-    ]
-    (useless,) = curated("Be kind.")
-    assert useless.content in USELESS_SENTENCES
-
-
-def test_of_two_rules_that_contradict_each_other_the_second_is_not_added() -> None:
-    book = Playbook().adding("other", str(RULES[0]))
-    assert curated(str(RULES[1]), book, model={"rivals": True}) == []
-    assert len(curated(str(RULES[1]), book)) == 1
 
 
 @ADAPTERS

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
-import sys
-import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.workloads import constraints, ifbench
-from benchmarks.workloads.constraints import NLTK_DATA, can_judge, kinds_without_data, verify
-from benchmarks.workloads.rows import load_rows
+from benchmarks.workloads.constraints import can_judge, verify
 from tests.benchmarks.workloads.conftest import REAL_FOLDER
 
 pytest.importorskip("if_verifiable", reason="if-verifiable judges the constraints, on Python 3.11 or newer")
@@ -22,25 +16,6 @@ nltk = pytest.importorskip("nltk")
 
 OFFICIAL_VERDICTS = REAL_FOLDER / "ifbench/official_verdicts.jsonl"
 KEYWORDS = {"keyword1": "kite", "keyword2": "pond", "keyword3": "fern", "keyword4": "mule", "keyword5": "drum"}
-
-
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """A process that has not asked yet what nltk has."""
-    caches = (kinds_without_data, constraints._checkers)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-
-
-@pytest.fixture
-def nltk_folder(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, the only one in which nltk looks for its data."""
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    monkeypatch.setattr(constraints, "_data_in_packages", list)
-    return tmp_path
 
 
 def judge(response: str, kind: str, arguments: dict[str, Any] | None = None) -> constraints.Verdict:
@@ -118,59 +93,7 @@ def test_a_response_that_a_checker_fails_on_does_not_meet_the_constraint(kind: s
     assert judge(response, kind).loose == (False,)
 
 
-def test_a_kind_without_a_checker_is_named() -> None:
-    with pytest.raises(KeyError, match="no checker for the constraint 'count:sheep'"):
-        judge("A sheep", "count:sheep")
-
-
-def test_kinds_and_arguments_must_be_as_many() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        verify("text", ["punctuation:no_comma"], [])
-
-
-def test_without_the_package_the_error_says_how_to_install_it(
-    nltk_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "if_verifiable.ifeval", None)
-    with pytest.raises(ModuleNotFoundError, match=r"if-verifiable.*pip install -e '\.\[benchmarks\]'"):
-        can_judge("punctuation:no_comma", {})
-
-
 # What cannot be judged
-
-
-def test_offline_the_kinds_that_lack_nltks_data_are_named_once_with_a_remedy(nltk_folder: Path) -> None:
-    with pytest.warns(UserWarning, match="are left out") as caught:
-        judgeable = {kind: can_judge(kind, {}) for kind in [*NLTK_DATA, "punctuation:no_comma"]}
-    assert judgeable == {**dict.fromkeys(NLTK_DATA, False), "punctuation:no_comma": True}
-    (message,) = {str(warning.message) for warning in caught}
-    assert len(caught) == 1
-    assert all(kind in message for kind in NLTK_DATA)
-    assert "python -m nltk.downloader averaged_perceptron_tagger_eng punkt_tab stopwords" in message
-
-
-def test_where_the_data_is_there_every_kind_is_judged(nltk_folder: Path) -> None:
-    for path in {path for paths in NLTK_DATA.values() for path in paths}:
-        (nltk_folder / path).mkdir(parents=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert kinds_without_data() == frozenset()
-
-
-def test_data_that_an_installed_package_carries_is_used(
-    fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for path in ("tokenizers/punkt_tab", "corpora/stopwords"):
-        (tmp_path / "llama_index/core/_static/nltk_cache" / path).mkdir(parents=True)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(nltk.data, "path", [])
-    with pytest.warns(UserWarning, match=r"to judge them: words:start_verb\. .*downloader averaged_perceptron"):
-        assert kinds_without_data() == {"words:start_verb"}
-
-
-def test_missing_data_is_an_error_and_no_verdict(nltk_folder: Path) -> None:
-    with pytest.raises(LookupError, match=r"punkt_tab|averaged_perceptron_tagger"):
-        judge("Run fast.", "words:start_verb")
 
 
 @pytest.mark.parametrize(
@@ -187,49 +110,13 @@ def test_a_constraint_that_a_checker_draws_by_chance_is_not_judged(
     assert not can_judge(kind, drawn)
 
 
-def test_language_is_guessed_the_same_each_time() -> None:
-    outcomes = {judge("Ja ok no si", "language:response_language", {"language": "de"}).strict for _ in range(20)}
-    assert len(outcomes) == 1
-
-
 # The real rows
-
-
-def real_constraints() -> dict[str, list[dict[str, Any]]]:
-    """The arguments of every constraint of the real rows that can be judged here, by kind."""
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for source in ifbench.SOURCES.values():
-        for example in ifbench.examples(load_rows(source)):
-            for kind, arguments in zip(example.kinds, example.arguments, strict=True):
-                by_kind.setdefault(kind, []).append(arguments)
-    return by_kind
-
-
-def test_the_real_constraints_say_the_same_each_time(real_rows: Path) -> None:
-    for kind, all_arguments in real_constraints().items():
-        for arguments in all_arguments:
-            descriptions = set()
-            for seed in range(3):
-                random.seed(seed)
-                descriptions |= set(judge("", kind, arguments).constraints)
-            assert len(descriptions) == 1, (kind, arguments)
 
 
 def official_verdicts() -> list[dict[str, Any]]:
     if not OFFICIAL_VERDICTS.is_file():
         pytest.skip(f"no {OFFICIAL_VERDICTS}: set FLASHEVOLVE_DATA to the folder that holds the data")
     return [json.loads(line) for line in OFFICIAL_VERDICTS.read_text(encoding="utf-8").splitlines()]
-
-
-def test_no_other_kind_asks_for_nltks_data(real_rows: Path, nltk_folder: Path) -> None:
-    responses = [row["response"] for row in official_verdicts()[::40]]
-    with pytest.warns(UserWarning, match="lacks data"):
-        judgeable = real_constraints()
-    assert not judgeable.keys() & NLTK_DATA.keys()
-    assert len(judgeable) > 70
-    for kind, (arguments, *_) in judgeable.items():
-        for response in responses:
-            judge(response, kind, arguments)
 
 
 def test_verdicts_are_those_of_the_official_evaluator() -> None:

@@ -75,14 +75,6 @@ def test_rows_that_cannot_be_judged_offline_are_left_out(folder: Path, offline: 
         workload_named("ifbench", train=3, val=3)
 
 
-def test_unset_arguments_are_left_out_and_whole_numbers_are_int(folder: Path, offline: None) -> None:
-    testset = workload_named("ifbench", train=1, val=1).testset
-    (example,) = [example for example in testset if example.prompt == "test"]
-    assert example.arguments == [{"N": 0}]
-    assert isinstance(example.arguments[0]["N"], int)
-    assert example.inputs().keys() == ["prompt"]
-
-
 def test_the_program_answers_and_then_ensures_the_constraints(folder: Path, offline: None) -> None:
     workload = workload_named("ifbench", train=1, val=1)
     assert [name for name, _ in workload.program().named_predictors()] == list(workload.outputs)

@@ -9,7 +9,7 @@ import dspy
 import pytest
 
 from benchmarks.workloads import agnews, debian, finer, symptom2disease
-from benchmarks.workloads.rows import VARIABLE, RowsMissing
+from benchmarks.workloads.rows import VARIABLE
 
 
 @pytest.mark.parametrize(("text", "score"), [("the Common Cold!", 1), ("dengue", 0), ("common cold or dengue", 0)])
@@ -59,17 +59,6 @@ def test_a_machine_with_debian_fills_the_usual_size(monkeypatch: pytest.MonkeyPa
     drawn = debian.DEFINITION.drawn(debian.DEFINITION.size, 0)
     assert (len(drawn.trainset), len(drawn.valset), len(drawn.testset)) == (200, 50, 200)
     assert {row.section for row in drawn.trainset} == set(debian.SECTIONS)
-
-
-def test_without_rows_and_without_apt_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RowsMissing, match="Nor is there apt-cache"):
-        debian.load()
-
-
-def test_news_of_the_hub_have_the_topic_of_their_number() -> None:
-    assert agnews.from_hub({"text": "q", "label": 3}) == {"question": "q", "answer": "Sci/Tech"}
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,6 @@ def test_a_program_that_left_nothing_scores_0(workload: NamedWorkload) -> None:
     assert workload.metric(workload.trainset[0], dspy.Prediction()).score == 0
 
 
-def test_the_feedback_is_for_any_predictor(workload: NamedWorkload) -> None:
-    example = workload.trainset[0]
-    prediction = _answer(workload, example, wrong_outputs(workload.name))
-    scores = {workload.metric(example, prediction, None, name, None).score for name in (None, *workload.outputs)}
-    assert scores == {0}
-
-
 @pytest.mark.parametrize("name", REAL_NAMES)
 def test_the_right_answers_of_the_real_rows_score_1(name: str, real_rows: object) -> None:
     workload = workload_named(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.workloads import registry
 from benchmarks.workloads.registry import definition_named, workload_named, workload_names
 from tests.benchmarks.workloads.samples import NAMES
 
@@ -20,18 +19,6 @@ def test_an_unknown_name_gets_the_list() -> None:
         ValueError, match=r"unknown workload 'trivia': choose one of agnews, aime, debian, finer, formula, hotpotqa"
     ):
         workload_named("trivia")
-
-
-def test_a_name_whose_module_is_not_there_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.MODULES, "trivia", "benchmarks.workloads.trivia")
-    with pytest.raises(ValueError, match="unknown workload 'trivia'"):
-        definition_named("trivia")
-
-
-def test_a_module_without_a_definition_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.MODULES, "rows", "benchmarks.workloads.rows")
-    with pytest.raises(TypeError, match=r"benchmarks\.workloads\.rows must hold a Definition named DEFINITION"):
-        definition_named("rows")
 
 
 def test_sizes_that_are_given_replace_the_usual_ones() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.workloads import hover, symptom2disease
-from benchmarks.workloads.rows import VARIABLE, Hub, RowsMissing, Source, data_folder, load_rows
+from benchmarks.workloads.rows import VARIABLE, Hub, RowsMissing, Source, load_rows
 
 HUB = Hub("someone/things", "validation[:2]", config="small", convert=lambda row: {"thing": row["name"]})
 THINGS = Source("things/all.jsonl", ("thing",), HUB, "Things, CC0")
@@ -30,12 +29,6 @@ def _hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Any) -> None:
 def test_rows_of_a_file_come_in_its_order(folder: Path) -> None:
     (folder / "things/all.jsonl").write_text('{"thing": "a\\u2028b"}\n\n{"thing": "c", "more": 1}\n', encoding="utf-8")
     assert load_rows(THINGS) == [{"thing": "a\u2028b"}, {"thing": "c", "more": 1}]
-
-
-def test_without_the_variable_the_folder_lies_beside_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE)
-    project = Path(__file__).resolve().parents[3]
-    assert data_folder() == project.parent / "shared" / "data"
 
 
 def test_a_missing_file_is_loaded_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,20 +63,6 @@ def test_without_file_and_hub_package_the_error_says_what_to_do(folder: Path, mo
         assert part in str(caught.value)
 
 
-def test_a_hub_that_fails_is_named_with_its_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*args: Any, **options: Any) -> None:
-        raise ConnectionError("no route")
-
-    _hub(monkeypatch, load_dataset)
-    with pytest.raises(RowsMissing, match="ConnectionError: no route"):
-        load_rows(THINGS)
-
-
-def test_a_set_on_no_hub_asks_for_the_file(folder: Path) -> None:
-    with pytest.raises(RowsMissing, match=r"stands on no hub.*put the file there"):
-        load_rows(Source("finer/train.jsonl", ("question",), None, "FiNER"))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -96,12 +75,3 @@ def test_a_damaged_file_is_named_with_the_line(folder: Path, text: str, message:
     (folder / "things/all.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         load_rows(THINGS)
-
-
-def test_hover_of_the_hub_becomes_hover_of_the_file() -> None:
-    row = hover.from_hub({"claim": "c", "label": 1, "supporting_facts": [{"key": "T", "value": 3}], "num_hops": 2})
-    assert row == {"claim": "c", "label": "SUPPORTED", "supporting_facts": [["T", 3]], "num_hops": 2}
-
-
-def test_symptoms_of_the_hub_become_symptoms_of_the_file() -> None:
-    assert symptom2disease.from_hub({"input_text": "q", "output_text": "a"}) == {"question": "q", "answer": "a"}

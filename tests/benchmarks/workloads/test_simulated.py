@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.workloads.definition import NamedWorkload
 from benchmarks.workloads.registry import workload_named
-from benchmarks.workloads.simulated import served, simulated
+from benchmarks.workloads.simulated import simulated
 from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, ReplyModel
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
@@ -20,18 +20,6 @@ def _simulated(name: str) -> NamedWorkload:
     if name == "hotpotqa":
         pytest.importorskip("bm25s")
     return simulated(workload_named(name, train=6, val=6, test=3), TASK)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_program_keeps_its_shape_and_questions(name: str) -> None:
-    plain, workload = workload_named(name, train=6, val=6, test=3), _simulated(name)
-    names = [predictor for predictor, _ in workload.program().named_predictors()]
-    assert names == [predictor for predictor, _ in plain.program().named_predictors()]
-    pairs = zip((*plain.trainset, *plain.valset, *plain.testset),
-                (*workload.trainset, *workload.valset, *workload.testset), strict=True)  # fmt: skip
-    for before, after in pairs:
-        assert before.inputs().toDict() == after.inputs().toDict()
-        assert len(after.required) == TASK.rules_per_example
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,19 +60,3 @@ def test_a_predictor_hears_of_its_own_rules_only() -> None:
     assert workload.metric(gold, prediction).feedback == f"Missed: {second} {third} {fourth}"
     assert workload.metric(gold, prediction, None, "decompose").feedback == f"Missed: {third}"
     assert workload.metric(gold, prediction, None, "verdict.predict").feedback == f"Missed: {second} {fourth}"
-
-
-def test_rivals_need_one_predictor() -> None:
-    task = HouseRules(rules=12, rules_per_example=4, reply_model=ReplyModel(rivals=True))
-    assert simulated(workload_named("aime", train=1, val=1, test=0), task).size.train == 1
-    with pytest.raises(ValueError, match="rivals need a program of one predictor, hover has several"):
-        simulated(workload_named("hover", train=1, val=1, test=0), task)
-
-
-def test_a_server_takes_the_lengths_of_the_workload() -> None:
-    with served("smoke", _simulated("finer"), "h100-qwen3-8b", time_scale=50) as (bench, workload):
-        with dspy.context(lm=workload.task_lm):
-            prediction = workload.program()(**workload.valset[0].inputs())
-        assert bench.meter.read().requests == 1
-        assert bench.meter.read().completion_tokens < 200
-    assert prediction.tags

@@ -1,1 +1,1 @@
-"""Runs dspy's own GEPA tests with `AsyncGEPA` in the place of `dspy.GEPA`."""
+"""dspy's own GEPA tests, with `AsyncGEPA` in the place of `dspy.GEPA`."""
