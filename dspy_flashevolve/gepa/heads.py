@@ -30,7 +30,7 @@ from dspy_flashevolve.gepa.records import Child, Commit, Proposal, Screened, Val
 from dspy_flashevolve.gepa.repair import SPARE_CHARACTERS
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.settings import GepaSettings
-from dspy_flashevolve.modules.consolidate import Consolidation
+from dspy_flashevolve.modules.rewriting import Consolidation
 from dspy_flashevolve.observe.statistics import REFLECTION_STAGES
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.reflection import checked_texts

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import random
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -38,13 +36,10 @@ from gepa.strategies.proposal_selection import AllImprovements
 from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper, NoImprovementStopper
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.gepa.reports import Tracker
 from dspy_flashevolve.gepa.settings import GepaSettings
-from dspy_flashevolve.gepa.tracker import Tracker
 from dspy_flashevolve.programs.building import StudentAdapter
 
-gepa_logger = logger_named("dspy.teleprompt.gepa.gepa")
-"""dspy.GEPA's: what the run says, and what each iteration does."""
 REFUSED = {
     "seed_candidate": "it is read from the student that compile() gets",
     "trainset": "pass it to compile()",
@@ -203,57 +198,6 @@ def has_foreign(parts: Parts) -> bool:
     gepa's do without the seed's scores while the seed is the only candidate.
     """
     return any(not type(getattr(parts, name)).__module__.startswith("gepa.strategies.") for name in HOOKS)
-
-
-_ITERATION = re.compile(r"Iteration (\d+): ")
-_LONG = re.compile(
-    r": (Proposed new text|Individual valset scores|New valset pareto front scores|Updated valset pareto front) "
-)
-"""Lines with a whole prompt, or with scores of every example. The scores are in ``detailed_results``, too."""
-BASE = "Base program full valset score"
-"""gepa's words for the seed's validation."""
-
-
-class IterationLog:
-    """gepa's logger protocol for iterations that overlap: the lines of each are logged together, when it has ended.
-
-    Whole prompts, and scores of every example, go to the level DEBUG, since they hide all else. Iterations that have
-    ended before the seed is validated wait for its line, as in gepa, where it is the first. Runs in the pool's writer.
-    """
-
-    def __init__(self) -> None:
-        self._lines: dict[int, list[str]] = {}
-        self._ended: list[int] = []
-        """Iterations that wait for the seed's line."""
-        self._has_base = False
-
-    def log(self, message: str) -> None:
-        """See gepa's ``LoggerProtocol``."""
-        iteration = _ITERATION.match(message)
-        if iteration is None:
-            gepa_logger.debug(message)
-        elif BASE in message:
-            gepa_logger.info(message)
-            self._has_base = True
-        else:
-            self._lines.setdefault(int(iteration[1]), []).append(message)
-
-    def log_first(self, iteration: int, message: str) -> None:
-        """Put a line before the others of an iteration, which was known too late."""
-        self._lines.setdefault(iteration, []).insert(0, f"Iteration {iteration}: {message}")
-
-    def end(self, iteration: int) -> None:
-        """Log the lines of an iteration: it has ended."""
-        self._ended.append(iteration)
-        if self._has_base:
-            self.release()
-
-    def release(self) -> None:
-        """Log the lines of all iterations that have ended."""
-        for iteration in self._ended:
-            for line in self._lines.pop(iteration, []):
-                gepa_logger.log(logging.DEBUG if _LONG.search(line) else logging.INFO, line)
-        self._ended.clear()
 
 
 def build_parts(settings: GepaSettings, valset: DataLoader[Any, Any], logger: Any) -> Parts:

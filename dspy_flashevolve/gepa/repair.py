@@ -28,7 +28,7 @@ from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.gepa.records import Base, Candidate, Child
 from dspy_flashevolve.gepa.settings import GepaSettings
-from dspy_flashevolve.modules.integrate import VERDICTS, ChildVerdict
+from dspy_flashevolve.modules.rewriting import VERDICTS, ChildVerdict
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.reflection import checked_texts
 from dspy_flashevolve.programs.run import DspyRun

@@ -28,12 +28,11 @@ from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepE
 from dspy_flashevolve.gepa import resume
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit
-from dspy_flashevolve.gepa.edits import EditProposer
 from dspy_flashevolve.gepa.evaluate import Evaluations
 from dspy_flashevolve.gepa.heads import CONSOLIDATION, Given, Heads, Phase
-from dspy_flashevolve.gepa.options import gepa_logger, has_foreign
+from dspy_flashevolve.gepa.options import has_foreign
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.propose import Proposing, ReflectionCalls
+from dspy_flashevolve.gepa.propose import EditProposer, Proposing, ReflectionCalls
 from dspy_flashevolve.gepa.records import (
     Batch,
     Child,
@@ -48,10 +47,10 @@ from dspy_flashevolve.gepa.records import (
     task_key,
 )
 from dspy_flashevolve.gepa.repair import Repairs
+from dspy_flashevolve.gepa.reports import figures, gepa_logger
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.settings import MINIBATCH, GepaSettings
 from dspy_flashevolve.gepa.spending import GENERATIONS, PERFECT, Screening, SearchWidth, Spending
-from dspy_flashevolve.gepa.tracker import figures
 from dspy_flashevolve.observe.statistics import ChangeRecord
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dspy_flashevolve.gepa.changes import Edit, EditedText
-from dspy_flashevolve.gepa.edits import MOST_UNREADABLE, EditProposer, numbered
 from dspy_flashevolve.gepa.parts import parts_of
+from dspy_flashevolve.gepa.propose import MOST_UNREADABLE, EditProposer, numbered
 from tests.fakes import fake_lm
 
 TEXT = """# Task

@@ -14,7 +14,7 @@ from dspy_flashevolve.engine.staleness import Discard, StaleChild
 from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.gepa.records import Base, Child, Parent
 from dspy_flashevolve.gepa.repair import SPARE_CHARACTERS, Repair, outcome_of, read_answer, stale_child, too_long
-from dspy_flashevolve.modules.integrate import VERDICTS, ChildVerdict
+from dspy_flashevolve.modules.rewriting import VERDICTS, ChildVerdict
 
 HEAD = {"p": "head", "q": "head"}
 CHILD = StaleChild(1, {"p": "mine"}, {"p": "parent"}, 0.5)

@@ -21,7 +21,7 @@ from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedErr
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.staleness import PastCommit, StaleChild
 from dspy_flashevolve.gepa.repair import Repair, read_answer
-from dspy_flashevolve.modules.integrate import StaleCandidateReflection, changed_lines
+from dspy_flashevolve.modules.rewriting import StaleCandidateReflection, changed_lines
 from dspy_flashevolve.programs.records import ModuleReply
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.settings import RunSettings

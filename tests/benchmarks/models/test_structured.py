@@ -16,8 +16,8 @@ from benchmarks.lineages import simulated_pairs
 from benchmarks.models import CHARACTERS_A_TOKEN, REPLY_MODELS
 from benchmarks.models.structured import consolidated, reworded, statements
 from dspy_flashevolve.gepa.changes import Edit, EditedText
-from dspy_flashevolve.gepa.edits import EditProposer, numbered
 from dspy_flashevolve.gepa.parts import parts_of
+from dspy_flashevolve.gepa.propose import EditProposer, numbered
 from dspy_flashevolve.modules.reading import items_in
 from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B

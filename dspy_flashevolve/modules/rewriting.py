@@ -1,7 +1,5 @@
-"""StaleCandidateReflection: a module that takes what a rewrite of a text learnt over into the newest version of it.
-
-Source: FlashEvolve (arXiv 2605.08520) section 3.2, reflective repair.
-"""
+"""The dspy modules by which an LM writes a whole text anew: repair of a stale child (:class:`StaleCandidateReflection`,
+FlashEvolve, arXiv 2605.08520, section 3.2), and consolidation of a prompt that has grown by separate edits."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import ast
 import asyncio
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -18,13 +16,9 @@ from dspy.clients.errors import LMError
 from pydantic import BaseModel, Field
 
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.modules.reading import asked, result_of
+from dspy_flashevolve.modules.reading import ATTEMPTS, asked, past_cache, result_of
 
 logger = logger_named(__name__)
-
-ATTEMPTS = 2
-"""A reply that cannot be read is asked for once more, as gepa asks for a reflection that raised."""
-
 
 Verdict = Literal["orthogonal", "subsumed", "conflicting"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -233,11 +227,6 @@ def changed_lines(before: str, after: str) -> str:
     return "\n".join(lines) or "(nothing)"
 
 
-def past_cache(attempt: int) -> dict[str, Any]:
-    """Return what makes a second attempt pass dspy's cache, which would answer with the same reply."""
-    return {"config": {"rollout_id": attempt}} if attempt else {}
-
-
 _FENCES = re.compile(r"```[\w-]*\n(.*?)\n```", re.DOTALL)
 
 
@@ -284,3 +273,80 @@ def _prediction_of(answers: Sequence[_Answer]) -> dspy.Prediction:
         verdicts=[verdict for answer in answers for verdict in answer.verdicts],
         failed={answer.component: answer.problem for answer in answers if answer.text is None},
     )
+
+
+# A prompt that has grown by separate edits, written anew.
+
+
+class ConsolidateInstruction(dspy.Signature):
+    """An assistant performs a task with the instruction below. It has grown by separate edits of many authors, who did
+    not see each other's. Write it anew as one clean text that a person would be glad to maintain.
+
+    Say all about one subject in one place, what is typical of it first, and once. Where statements contradict each
+    other, keep the one with the larger estimated effect; where nothing is known of that, the more specific one. Where
+    two subjects share a sign, let the entry of each say what tells it apart. Keep every other rule and fact, and names,
+    labels and formats word for word. Order the text: the task, the form of the answer, then rules and facts, under
+    headings where there are many. Keep lists flat, and let each item name what it is about, so that others can edit it
+    on its own. Leave out what can only help with one single input, such as the words of one example, that one thing is
+    never another with which it is hardly ever confused, and doubts of the authors. Add nothing. Read the result once
+    more: no rule may exclude what another one includes, or name what is explained nowhere."""
+
+    evidence: str = dspy.InputField(
+        desc="What some edits are estimated to add to the assistant's score, with the standard error; of the others "
+        "nothing is known."
+    )
+    instruction: str = dspy.InputField(desc="The instruction as it has grown.")
+    limit: str = dspy.InputField(desc="How long the new text may be.")
+    consolidated: str = dspy.OutputField(desc="The whole new instruction, and nothing else.")
+
+
+Effects = Sequence[tuple[str, float, float]]
+"""Of edits in a text: the part that one puts in, its estimated effect on the score, its standard error."""
+
+
+class Consolidation(dspy.Module):
+    """Writes the texts of a candidate anew, one request a component.
+
+    Example:
+        >>> Consolidation()(texts={}, effects={}).texts
+        {}
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.consolidate = dspy.Predict(ConsolidateInstruction)
+
+    def forward(self, texts: Mapping[str, str], effects: Mapping[str, Effects]) -> dspy.Prediction:
+        """Consolidate texts.
+
+        Args:
+            texts: component -> text as it has grown.
+            effects: component -> what is known of the edits in it.
+
+        Returns:
+            ``texts``: component -> new text; without those whose reply was empty.
+        """
+        return result_of(self._consolidated(texts, effects, is_sync=True))
+
+    async def aforward(self, texts: Mapping[str, str], effects: Mapping[str, Effects]) -> dspy.Prediction:
+        """As :meth:`forward`, awaitable."""
+        return await self._consolidated(texts, effects, is_sync=False)
+
+    async def _consolidated(self, texts: Any, effects: Any, is_sync: bool) -> dspy.Prediction:
+        clean: dict[str, str] = {}
+        for name, text in texts.items():
+            if written := (await asked(self.consolidate, inputs(text, effects.get(name, ())), is_sync)).consolidated:
+                clean[name] = written
+        return dspy.Prediction(texts=clean)
+
+
+def inputs(text: str, effects: Effects) -> dict[str, str]:
+    """Return what the reflection LM reads of one text: the edits in it whose effect exceeds its standard error, the
+    largest first (what is not told apart would only repeat the text).
+
+    >>> inputs("- A\\n- B", [("- A", 0.05, 0.02), ("- B", 0.01, 0.02)])["evidence"]
+    '+0.050 (0.020): - A'
+    """
+    rows = sorted((row for row in effects if abs(row[1]) > row[2]), key=lambda row: -row[1])
+    evidence = "\n".join(f"{effect:+.3f} ({error:.3f}): {part.strip()}" for part, effect, error in rows)
+    return {"evidence": evidence or "None.", "instruction": text, "limit": f"At most {len(text)} characters."}
