@@ -216,9 +216,6 @@ class Credit:
         """Texts, as hashes, each with its component's name, that have grown; see :meth:`grown_in`."""
         self._written_anew = set[str]()
         """Texts, as hashes, that the reflection LM was asked to write anew."""
-        self._before = frozenset[str]()
-        """Hashes of the candidates that were made of changes on the former base: edits of them may still come. A run
-        that goes on has forgotten them: then such a child stands for itself."""
         self._begin(Weave(seed), [])
 
     def _begin(self, weave: Weave, steps: list[int]) -> None:
@@ -296,20 +293,16 @@ class Credit:
         """
         self.mark_grown(child, self.grown_in(parent))
         composition = self._compositions.get(hash_of(parent))
+        composition = None if composition is None else self._weave.take(composition, edits)
         if composition is None:
-            if hash_of(parent) not in self._before:
-                return False
-            self._weave.take_late(parent, edits)
-        else:
-            composition = self._weave.take(composition, edits)
+            return False
         self._steps += [step] * (len(self._changes) - len(self._steps))
-        if composition is not None:
-            composed = self._weave.compose(composition)
-            # A change that another child has made already stands where that one put it: lines may be in another order.
-            if all(sorted(composed[name].split()) == sorted(text.split()) for name, text in child.items()):
-                self._record_composition(child, composition)
-                for example, score in scores.items():
-                    self._evidence.add((self._era, split, example), composition, score)
+        composed = self._weave.compose(composition)
+        # A change that another child has made already stands where that one put it: lines may be in another order.
+        if all(sorted(composed[name].split()) == sorted(text.split()) for name, text in child.items()):
+            self._record_composition(child, composition)
+            for example, score in scores.items():
+                self._evidence.add((self._era, split, example), composition, score)
         self._publish()
         return True
 
@@ -382,7 +375,6 @@ class Credit:
         Changes of components that it has written anew are gone; their last estimates are kept for the record.
         """
         records, prior = self._present(), self._effects.prior
-        self._before = frozenset(self._compositions)
         kept = self._weave.stand_on(candidate)
         self._former += [record for number, record in enumerate(records) if number not in kept]
         self._begin(self._weave, [self._steps[number] for number in kept])

@@ -141,7 +141,10 @@ def test_a_child_of_what_was_composed_is_what_is_composed_of_the_changes_in_it(
     weave, numbers = Weave(of(text)), frozenset[int]()
     for edits in generations:
         parent = weave.compose(numbers)["answer"]
-        child, numbers = EditedText.of(parent, edits), weave.take(numbers, {"answer": edits})
+        child, made = EditedText.of(parent, edits), weave.take(numbers, {"answer": edits})
+        if made is None:
+            break
+        numbers = made
         if "```" not in child:  # a fence that an edit leaves open makes a whole text
             assert words_in(weave.compose(numbers)["answer"]) == words_in(child)
     again = Weave.restored(json.loads(json.dumps(weave.kept())))
@@ -289,15 +292,16 @@ def test_an_edit_with_a_heading_or_a_lead_is_one_change_and_of_others_each_line_
         assert len(weave.changes) == count
 
 
-def test_an_edit_of_a_part_in_which_two_stand_replaces_both() -> None:
-    """Beside each other two lines may read as one sentence."""
+def test_edits_of_a_text_in_which_two_parts_read_as_one_are_not_taken() -> None:
+    """Its reader numbers them otherwise than they are: the child stands for itself."""
     weave = Weave(of("Look at the table of all the codes that there are before you\nanswer."))
     first = weave.take(
         frozenset(), {"answer": [edit("replace", 1, "Look at the table of all of the codes there are and")]}
     )
+    assert first is not None
     second = weave.take(first, {"answer": [edit("add", 1, "answer with one.")]})
-    third = weave.take(second, {"answer": [edit("replace", 1, "Answer.")]})
-    assert weave.compose(third)["answer"] == "Answer."
+    assert second is not None
+    assert weave.take(second, {"answer": [edit("replace", 1, "Answer.")]}) is None
 
 
 def test_components_have_changes_of_their_own() -> None:

@@ -273,44 +273,6 @@ class Meanwhile(str):
         return super().__hash__()
 
 
-def test_edits_of_the_text_before_a_consolidation_go_to_their_places_in_the_new_one() -> None:
-    """Their child was on its way while the reflection LM wrote the text anew."""
-    grown = {"answer": "Answer the question.\n- Cough and fever: K10.\n- Itchy rash: K20."}
-    clean = {"answer": "# Task\nAnswer the question.\n\n# Classes\n- K10: cough, fever.\n- K20: itchy rash."}
-    credit = Credit(SEED, 1.0)
-    credit.stand_on(grown, 1)
-    credit.stand_on(clean, 2)
-    assert take(credit, 0, grown, add("- Rash on the legs: K20."))
-    assert take(credit, 1, grown, edit("replace", 1, "Answer the question with a code."))
-    assert take(credit, 2, grown, edit("remove", 2))
-    assert credit.head().candidate == {
-        "answer": "# Task\nAnswer the question with a code.\n\n# Classes\n- K20: itchy rash.\n- Rash on the legs: K20."
-    }
-
-
-def test_a_late_edit_of_a_numbered_list_takes_its_number() -> None:
-    grown = {"answer": "Answer.\n1. Coughs are K10.\n2. Broken legs are K30."}
-    clean = {"answer": "Answer with a code.\n1. K10: coughs.\n2. K30: broken legs."}
-    credit = Credit(SEED, 1.0)
-    credit.stand_on(grown, 1)
-    credit.stand_on(clean, 2)
-    assert take(credit, 0, grown, add("3. Itchy legs are K20."))
-    assert credit.head().candidate == {"answer": f"{clean['answer']}\n3. Itchy legs are K20."}
-
-
-def test_a_late_edit_of_what_a_change_put_in_is_a_rival_of_that_change() -> None:
-    base = {"answer": "Answer.", "check": "Check."}
-    before = {**base, "check": "Check.\n- Colours are given in hex code always."}
-    credit = Credit(base, 1.0)
-    assert take(credit, 0, base, add("- Colours are given in hex code always."), component="check")
-    assert credit.head().candidate == before
-    credit.stand_on({**base, "answer": "Say the answer."}, 1)
-    late = edit("replace", 2, "- Colours are given in RGB triples always.")
-    assert take(credit, 1, before, late, component="check")
-    head = credit.head().candidate["check"]
-    assert ("hex code" in head) != ("RGB" in head), "one of the two"
-
-
 def test_a_score_that_comes_in_while_changes_get_another_base_is_no_evidence_on_other_changes() -> None:
     """Rollouts end on the run's loop, the writer is another thread."""
     credit, rewritten = Credit(SEED, 1.0), {"answer": "Everything is different."}
