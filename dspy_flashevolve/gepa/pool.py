@@ -356,7 +356,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def judge_children(self, step: Step, screened: Sequence[tuple[Child, Batch]]) -> list[tuple[Child, Proposal]]:
         """Let gepa choose among children with their screens; those that go on, with gepa's proposals for them."""
-        self.reports.children_evaluated(step, screened)
+        for child, batch in screened:
+            self.reports.child_evaluated(step, batch, [child.parent.task.parent_idx])
         self.count_calls()
         trace = self.log_entry(step)
         for child, batch in screened:
@@ -437,10 +438,9 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             new_program_subsample_scores=scores,
         )
         self.count_calls()
-        self.reports.crossover_attempted(step, plan)
         sums = [sum(scores_of_parent) for scores_of_parent in plan.parent_scores]
+        self.reports.crossover_judged(step, plan, sum(scores), sums)
         if sum(scores) < max(sums):
-            self.reports.crossover_rejected(step, plan, sum(scores), sums)
             return None
         return CandidateProposal(
             candidate=plan.candidate,
@@ -582,7 +582,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def give_up(self, step: Step, proposal: Proposal, scores: list[float], examples: int) -> None:
         """Report a proposal that could not pass its screen any more, with the scores so far; none is stored."""
-        self.reports.screen_given_up(step, scored(scores), proposal.parent_program_ids)
+        self.reports.child_evaluated(step, scored(scores), proposal.parent_program_ids)
         proposal = replace(proposal, subsample_scores_after=scores)
         self.reject(
             step, proposal, reason=f"it cannot pass its screen any more, after {len(scores)} of {examples} examples"

@@ -116,11 +116,17 @@ class Reports:
         self._early: dict[int, int] = {}
         """Step that selected before the seed was validated -> the candidate, whose score its log line waits for."""
 
-    def _notify(self, method: str, **event: Any) -> None:
+    def _notify(self, method: str, iteration: int | None = None, **event: Any) -> None:
+        """Tell gepa's callbacks of an event of an iteration; None where the event has none."""
+        if iteration is not None:
+            event = {"iteration": iteration, **event}
         notify_callbacks(self._callbacks, method, event)
 
     def _log(self, step: Step, message: str) -> None:
         self._logger.log(f"Iteration {step.number + 1}: {message}")
+
+    def _track(self, step: Step, **figures: Any) -> None:
+        self._tracker.log_metrics({**figures, "total_metric_calls": self._state.total_num_evals}, step=step.number + 1)
 
     # The run.
 
@@ -131,7 +137,7 @@ class Reports:
 
     def seed_validated(self, config: Mapping[str, Any]) -> None:
         """The seed is validated, or a checkpoint's candidates are loaded (gepa 0.1.4, ``GEPAEngine.run``)."""
-        state, tracker = self._state, self._tracker
+        state, tracker, valset_size = self._state, self._tracker, len(self._valset)
         average, coverage = state.get_program_average_val_subset(0)
         front = list(state.pareto_front_valset.values())
         tracker.log_config(config)
@@ -140,7 +146,7 @@ class Reports:
                 "val_program_average": average,
                 "best_score_on_valset": average,
                 "val_evaluated_count_new_program": coverage,
-                "val_total_count": len(self._valset),
+                "val_total_count": valset_size,
                 "total_metric_calls": state.total_num_evals,
                 "valset_pareto_front_agg": sum(front) / len(front) if front else average,
                 "new_program_idx": 0,
@@ -150,20 +156,13 @@ class Reports:
             step=0,
         )
         iteration = 0 if self._begun else state.i + 1  # steps may have begun before the seed was validated
-        self._logger.log(f"Iteration {iteration}: {BASE}: {average} over {coverage} / {len(self._valset)} examples")
+        self._logger.log(f"Iteration {iteration}: {BASE}: {average} over {coverage} / {valset_size} examples")
         self._notify(
-            "on_valset_evaluated",
-            iteration=0,
-            candidate_idx=0,
-            candidate=state.program_candidates[0],
-            scores_by_val_id=dict(state.prog_candidate_val_subscores[0]),
-            average_score=average,
-            num_examples_evaluated=coverage,
-            total_valset_size=len(self._valset),
-            parent_ids=[],
-            is_best_program=True,
+            "on_valset_evaluated", 0, candidate_idx=0, candidate=state.program_candidates[0],
+            scores_by_val_id=dict(state.prog_candidate_val_subscores[0]), average_score=average,
+            num_examples_evaluated=coverage, total_valset_size=valset_size, parent_ids=[], is_best_program=True,
             outputs_by_val_id=None,
-        )
+        )  # fmt: skip
         if isinstance(self._logger, IterationLog):
             for number, candidate in self._early.items():
                 score = score_of(state, candidate)
@@ -172,28 +171,20 @@ class Reports:
 
     def calls_counted(self, total: int, delta: int, left: int | None) -> None:
         """Metric calls were made: ``delta`` of them since the last time."""
-        self._notify(
-            "on_budget_updated",
-            iteration=self._state.i + 1,
-            metric_calls_used=total,
-            metric_calls_delta=delta,
-            metric_calls_remaining=left,
-        )
+        calls = {"metric_calls_used": total, "metric_calls_delta": delta, "metric_calls_remaining": left}
+        self._notify("on_budget_updated", self._state.i + 1, **calls)
 
     def checkpoint_saved(self, run_dir: str | None) -> None:
         """gepa's checkpoint is written."""
-        self._notify("on_state_saved", iteration=self._state.i + 1, run_dir=run_dir)
+        self._notify("on_state_saved", self._state.i + 1, run_dir=run_dir)
 
     def run_ended(self, best: int, best_score: float) -> None:
         """The run came to its end."""
         state = self._state
         self._notify(
-            "on_optimization_end",
-            best_candidate_idx=best,
-            total_iterations=state.i,
-            total_metric_calls=state.total_num_evals,
-            final_state=state,
-        )
+            "on_optimization_end", best_candidate_idx=best, total_iterations=state.i,
+            total_metric_calls=state.total_num_evals, final_state=state,
+        )  # fmt: skip
         seed, texts = state.program_candidates[0], state.program_candidates[best]
         summary: dict[str, Any] = {
             "best_candidate_idx": best,
@@ -208,14 +199,14 @@ class Reports:
 
     def run_failed(self, error: Exception) -> None:
         """An error ends the run."""
-        self._notify("on_error", iteration=self._state.i + 1, exception=error, will_continue=False)
+        self._notify("on_error", self._state.i + 1, exception=error, will_continue=False)
 
     # A step's beginning and end.
 
     def step_begins(self, step: Step) -> None:
         """A step begins with its selection."""
         self._begun.add(step.number)
-        self._notify("on_iteration_start", iteration=step.number + 1, state=self._state, trainset_loader=self._trainset)
+        self._notify("on_iteration_start", step.number + 1, state=self._state, trainset_loader=self._trainset)
 
     def step_ended(self, step: Step, accepted: bool, is_integrated: bool = False) -> None:
         """A step has ended; ``is_integrated``: its changes are in the text that is validated next."""
@@ -233,7 +224,7 @@ class Reports:
         self._begun.clear()
 
     def _iteration_ended(self, number: int, accepted: bool) -> None:
-        self._notify("on_iteration_end", iteration=number + 1, state=self._state, proposal_accepted=accepted)
+        self._notify("on_iteration_end", number + 1, state=self._state, proposal_accepted=accepted)
         if isinstance(self._logger, IterationLog):  # its lines had to wait for this
             self._logger.end(number + 1)
 
@@ -241,19 +232,11 @@ class Reports:
 
     def task_selected(self, step: Step, task: Task) -> None:
         """A parent and a minibatch are selected."""
-        self._notify(
-            "on_candidate_selected",
-            iteration=step.number + 1,
-            candidate_idx=task.parent_idx,
-            candidate=task.parent_candidate,
-            score=score_of(self._state, task.parent_idx),
-        )
-        self._notify(
-            "on_minibatch_sampled",
-            iteration=step.number + 1,
-            minibatch_ids=task.minibatch_ids,
-            trainset_size=len(self._trainset),
-        )
+        parent, iteration = task.parent_idx, step.number + 1
+        texts, score = task.parent_candidate, score_of(self._state, parent)
+        self._notify("on_candidate_selected", iteration, candidate_idx=parent, candidate=texts, score=score)
+        sizes = {"minibatch_ids": task.minibatch_ids, "trainset_size": len(self._trainset)}
+        self._notify("on_minibatch_sampled", iteration, **sizes)
 
     def parents_begin(self, step: Step, tasks: Sequence[Task]) -> None:
         """The parents are about to be evaluated."""
@@ -266,38 +249,26 @@ class Reports:
             self.evaluation_ended(step, batch, self._parents_of(task), task.parent_idx)
 
     def parents_counted(self, step: Step, task: Task, is_seed_scored: bool) -> None:
-        """The parents' metric calls are counted.
+        """The metric calls of the parents, the first of which ``task`` has, are counted.
 
-        Args:
-            task: the first one.
-            is_seed_scored: the parent has a score to show; else its log line waits for the seed's.
+        Where the seed has no score yet, the log line of the selection waits for it.
         """
         self._without_proposal.add(step.number)
         if is_seed_scored:
             self._log(step, f"Selected program {task.parent_idx} score: {score_of(self._state, task.parent_idx)}")
         else:
             self._early[step.number] = task.parent_idx
-        self._tracker.log_metrics(
-            {
-                "iteration": step.number + 1,
-                "selected_program_candidate": task.parent_idx,
-                "total_metric_calls": self._state.total_num_evals,
-            },
-            step=step.number + 1,
-        )
+        self._track(step, iteration=step.number + 1, selected_program_candidate=task.parent_idx)
 
     def reflection_skipped(self, step: Step, task: Task, reason: str, scores: list[float]) -> None:
         """A parent's minibatch is not reflected on."""
-        what = "No trajectories" if reason == "no_trajectories" else "All subsample scores perfect"
-        self._log(step, f"{what} for parent {task.parent_idx}. Skipping.")
-        self._notify(
-            "on_evaluation_skipped",
-            iteration=step.number + 1,
-            candidate_idx=task.parent_idx,
-            reason=reason,
-            scores=scores,
-            is_seed_candidate=task.parent_idx == 0,
+        what, parent = (
+            "No trajectories" if reason == "no_trajectories" else "All subsample scores perfect",
+            task.parent_idx,
         )
+        self._log(step, f"{what} for parent {parent}. Skipping.")
+        skipped = {"candidate_idx": parent, "reason": reason, "scores": scores, "is_seed_candidate": parent == 0}
+        self._notify("on_evaluation_skipped", step.number + 1, **skipped)
 
     def _parents_of(self, task: Task) -> list[int]:
         parents = self._state.parent_program_for_candidate[task.parent_idx]
@@ -309,27 +280,18 @@ class Reports:
         self, step: Step, task: Task, components: list[str], dataset: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> None:
         """The reflective dataset is there."""
-        records = {name: [dict(record) for record in rows] for name, rows in dataset.items()}
-        self._notify(
-            "on_reflective_dataset_built",
-            iteration=step.number + 1,
-            candidate_idx=task.parent_idx,
-            components=components,
-            dataset=records,
+        records, iteration = (
+            {name: [dict(record) for record in rows] for name, rows in dataset.items()},
+            step.number + 1,
         )
-        self._notify(
-            "on_proposal_start",
-            iteration=step.number + 1,
-            parent_candidate=task.parent_candidate,
-            components=components,
-            reflective_dataset=records,
-        )
+        built = {"candidate_idx": task.parent_idx, "components": components, "dataset": records}
+        self._notify("on_reflective_dataset_built", iteration, **built)
+        asked = {"parent_candidate": task.parent_candidate, "components": components, "reflective_dataset": records}
+        self._notify("on_proposal_start", iteration, **asked)
 
     def proposed(self, step: Step, texts: dict[str, str]) -> None:
         """The reflection has written new texts."""
-        self._notify(
-            "on_proposal_end", iteration=step.number + 1, new_instructions=texts, prompts={}, raw_lm_outputs={}
-        )
+        self._notify("on_proposal_end", step.number + 1, new_instructions=texts, prompts={}, raw_lm_outputs={})
         for name, text in texts.items():
             self._log(step, f"Proposed new text for {name}: {text}")
 
@@ -338,33 +300,16 @@ class Reports:
         for child in children:
             self.evaluation_begins(step, child.parent.task.minibatch, [child.parent.task.parent_idx])
 
-    def children_evaluated(self, step: Step, screened: Sequence[tuple[Child, Batch]]) -> None:
-        """The children are screened."""
-        self._without_proposal.discard(step.number)
-        for child, batch in screened:
-            self.evaluation_ended(step, batch, [child.parent.task.parent_idx])
-
-    def children_counted(self, step: Step, before: list[float], after: list[float]) -> None:
-        """The children's metric calls are counted.
-
-        Args:
-            before, after: scores of the first child's parent, and its own.
-        """
-        self._tracker.log_metrics(
-            {
-                "subsample_score": sum(before),
-                "new_subsample_score": sum(after),
-                "subsample/before": sum(before),
-                "subsample/after": sum(after),
-                "total_metric_calls": self._state.total_num_evals,
-            },
-            step=step.number + 1,
-        )
-
-    def screen_given_up(self, step: Step, batch: Batch, parents: list[int]) -> None:
-        """A child could not pass its screen any more."""
+    def child_evaluated(self, step: Step, batch: Batch, parents: list[int]) -> None:
+        """A child is screened, or could not pass its screen any more."""
         self._without_proposal.discard(step.number)
         self.evaluation_ended(step, batch, parents)
+
+    def children_counted(self, step: Step, before: list[float], after: list[float]) -> None:
+        """The children's metric calls are counted: scores of the first child's parent, and its own."""
+        old, new = sum(before), sum(after)
+        figures = {"subsample_score": old, "new_subsample_score": new, "subsample/before": old, "subsample/after": new}
+        self._track(step, **figures)
 
     # Crossovers.
 
@@ -372,22 +317,16 @@ class Reports:
         """A crossover is about to be screened."""
         self.evaluation_begins(step, self._valset.fetch(list(plan.ids)), list(plan.parents), traced=False)
 
-    def crossover_attempted(self, step: Step, plan: Crossover) -> None:
-        """A crossover is screened, and its metric calls are counted."""
-        self._notify(
-            "on_merge_attempted",
-            iteration=step.number + 1,
-            parent_ids=list(plan.parents),
-            merged_candidate=plan.candidate,
-        )
-
-    def crossover_rejected(self, step: Step, plan: Crossover, score: float, parent_scores: list[float]) -> None:
-        """A crossover is worse than the better of its parents."""
-        reason = f"Merged score {score} worse than both parents {parent_scores}"
-        self._log(
-            step, f"New program subsample score {score} is worse than both parents {parent_scores}, skipping merge"
-        )
-        self._notify("on_merge_rejected", iteration=step.number + 1, parent_ids=list(plan.parents), reason=reason)
+    def crossover_judged(self, step: Step, plan: Crossover, score: float, parent_scores: list[float]) -> None:
+        """A crossover is screened; it is rejected where it is worse than the better of its parents."""
+        parents = list(plan.parents)
+        self._notify("on_merge_attempted", step.number + 1, parent_ids=parents, merged_candidate=plan.candidate)
+        if score < max(parent_scores):
+            worse = f"{score} worse than both parents {parent_scores}"
+            self._log(
+                step, f"New program subsample score {score} is worse than both parents {parent_scores}, skipping merge"
+            )
+            self._notify("on_merge_rejected", step.number + 1, parent_ids=parents, reason=f"Merged score {worse}")
 
     # Candidates that come in.
 
@@ -401,9 +340,9 @@ class Reports:
         """A candidate is in the pool."""
         event = {"new_candidate_idx": commit.candidate, "parent_ids": proposal.parent_program_ids}
         if proposal.tag == "merge":
-            self._notify("on_merge_accepted", iteration=step.number + 1, **event)
+            self._notify("on_merge_accepted", step.number + 1, **event)
         score = sum(proposal.subsample_scores_after) if proposal.subsample_scores_after else commit.score
-        self._notify("on_candidate_accepted", iteration=step.number + 1, new_score=score, **event)
+        self._notify("on_candidate_accepted", step.number + 1, new_score=score, **event)
 
     # Any evaluation of a minibatch.
 
@@ -412,30 +351,17 @@ class Reports:
     ) -> None:
         """A candidate is about to be evaluated; ``index``: its place in gepa's pool, where it has one."""
         self._notify(
-            "on_evaluation_start",
-            iteration=step.number + 1,
-            candidate_idx=index,
-            batch_size=len(inputs),
-            capture_traces=traced,
-            parent_ids=parents,
-            inputs=inputs,
-            is_seed_candidate=index == 0,
-        )
+            "on_evaluation_start", step.number + 1, candidate_idx=index, batch_size=len(inputs), capture_traces=traced,
+            parent_ids=parents, inputs=inputs, is_seed_candidate=index == 0,
+        )  # fmt: skip
 
     def evaluation_ended(self, step: Step, batch: Batch, parents: list[int], index: int | None = None) -> None:
         """A candidate is evaluated."""
         self._notify(
-            "on_evaluation_end",
-            iteration=step.number + 1,
-            candidate_idx=index,
-            scores=batch.scores,
-            has_trajectories=bool(batch.trajectories),
-            parent_ids=parents,
-            outputs=batch.outputs,
-            trajectories=batch.trajectories,
-            objective_scores=batch.objective_scores,
-            is_seed_candidate=index == 0,
-        )
+            "on_evaluation_end", step.number + 1, candidate_idx=index, scores=batch.scores,
+            has_trajectories=bool(batch.trajectories), parent_ids=parents, outputs=batch.outputs,
+            trajectories=batch.trajectories, objective_scores=batch.objective_scores, is_seed_candidate=index == 0,
+        )  # fmt: skip
 
 
 def _sent(log: Callable[..., None]) -> Callable[..., None]:
