@@ -279,7 +279,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """Write down where the strategies stand."""
         if self.journal is not None:
             self.journal.journal.set_state(
-                "strategies", strategies_of(self.parts, self.adapter, self.state, self.shares_randomness, id_text)
+                "gepa strategies", strategies_of(self.parts, self.adapter, self.state, self.shares_randomness, id_text)
             )
 
     # The parts of a step.

@@ -262,10 +262,8 @@ class Reports:
 
     def reflection_skipped(self, step: Step, task: Task, reason: str, scores: list[float]) -> None:
         """A parent's minibatch is not reflected on."""
-        what, parent = (
-            "No trajectories" if reason == "no_trajectories" else "All subsample scores perfect",
-            task.parent_idx,
-        )
+        parent = task.parent_idx
+        what = "No trajectories" if reason == "no_trajectories" else "All subsample scores perfect"
         self._log(step, f"{what} for parent {parent}. Skipping.")
         skipped = {"candidate_idx": parent, "reason": reason, "scores": scores, "is_seed_candidate": parent == 0}
         self._notify("on_evaluation_skipped", step.number + 1, **skipped)
@@ -280,14 +278,11 @@ class Reports:
         self, step: Step, task: Task, components: list[str], dataset: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> None:
         """The reflective dataset is there."""
-        records, iteration = (
-            {name: [dict(record) for record in rows] for name, rows in dataset.items()},
-            step.number + 1,
-        )
+        records = {name: [dict(record) for record in rows] for name, rows in dataset.items()}
         built = {"candidate_idx": task.parent_idx, "components": components, "dataset": records}
-        self._notify("on_reflective_dataset_built", iteration, **built)
+        self._notify("on_reflective_dataset_built", step.number + 1, **built)
         asked = {"parent_candidate": task.parent_candidate, "components": components, "reflective_dataset": records}
-        self._notify("on_proposal_start", iteration, **asked)
+        self._notify("on_proposal_start", step.number + 1, **asked)
 
     def proposed(self, step: Step, texts: dict[str, str]) -> None:
         """The reflection has written new texts."""
@@ -322,11 +317,11 @@ class Reports:
         parents = list(plan.parents)
         self._notify("on_merge_attempted", step.number + 1, parent_ids=parents, merged_candidate=plan.candidate)
         if score < max(parent_scores):
-            worse = f"{score} worse than both parents {parent_scores}"
-            self._log(
-                step, f"New program subsample score {score} is worse than both parents {parent_scores}, skipping merge"
+            worse = f"worse than both parents {parent_scores}"
+            self._log(step, f"New program subsample score {score} is {worse}, skipping merge")
+            self._notify(
+                "on_merge_rejected", step.number + 1, parent_ids=parents, reason=f"Merged score {score} {worse}"
             )
-            self._notify("on_merge_rejected", step.number + 1, parent_ids=parents, reason=f"Merged score {worse}")
 
     # Candidates that come in.
 
