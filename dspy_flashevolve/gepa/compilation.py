@@ -335,14 +335,10 @@ class Compilation:
             unseen = expected_on_unseen([one for _, one in sorted(scores, key=lambda pair: pair[0] in pool.grown)])
         return self._run.recorder.async_stats(
             of_run,
-            proposals=self._loop.proposals,
-            reflection_calls=self._loop.reflection_calls,
-            integration_calls=self._loop.integration_calls,
+            **self._loop.statistics(),
             unreadable_replies=self._program.unreadable,
-            changes=self._loop.changes(),
             seed_score=None if result is None else result.val_aggregate_scores[0],
             best_score=self.best.score,
-            unconsolidated=self._loop.why_grown,
             unseen_score=unseen and unseen[0],
             unseen_error=unseen and unseen[1],
             prompt_change=""
