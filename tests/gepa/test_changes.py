@@ -81,11 +81,6 @@ def test_joined_with_the_space_around_them_the_parts_are_the_text(text: str) -> 
     assert all(part.text.strip() and part.text == part.text.rstrip() for part in parts_of(text))
 
 
-@given(st.text())
-def test_any_text_can_be_taken_apart(text: str) -> None:
-    assert joined(text) == text
-
-
 def test_what_is_indented_under_a_line_belongs_to_it_and_so_does_a_list_within_a_list() -> None:
     assert texts_of("Do:\n  this\n\nthat\n") == ["Do:\n  this", "that"]
     nested = "- one\n  - under it\n\n    - and under that\n  more"
@@ -304,14 +299,6 @@ def test_edits_of_a_text_in_which_two_parts_read_as_one_are_not_taken() -> None:
     assert weave.take(second, {"answer": [edit("replace", 1, "Answer.")]}) is None
 
 
-def test_components_have_changes_of_their_own() -> None:
-    weave = Weave({"one": "Answer.", "two": "Check."})
-    added = [edit("add", 1, "Be brief.")]
-    assert weave.take(frozenset(), {"one": added, "two": added}) == {0, 1}
-    assert weave.compose({0, 1}) == {"one": "Answer.\nBe brief.", "two": "Check.\nBe brief."}
-    assert weave.compose({1}) == {"one": "Answer.", "two": "Check.\nBe brief."}
-
-
 # Texts that were written as a whole
 
 
@@ -329,8 +316,3 @@ def test_a_whole_text_in_the_form_of_edits_is_a_whole_text(edits: list[Edit]) ->
     text = EditedText.of("Answer.\nBe kind." if len(edits) > 1 else "Answer.", edits)
     assert edits[0].text in text
     assert text.edits == ()
-
-
-def test_a_replacement_with_something_beside_it_is_edits() -> None:
-    edits = [edit("replace", 1, "Answer with a code."), edit("add", 1, "- Coughs: K10.")]
-    assert EditedText.of("Answer.", edits).edits == tuple(edits)

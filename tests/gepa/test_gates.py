@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 import random
 import threading
 from pathlib import Path
@@ -21,7 +19,6 @@ from dspy_flashevolve import AsyncGEPA, Reflective, Workflow
 from dspy_flashevolve.engine.journal import Rollout
 from dspy_flashevolve.gepa import evaluate
 from dspy_flashevolve.gepa.evaluate import Gate
-from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import Heard
 from tests.contract.worlds import World, chance, play
@@ -62,20 +59,6 @@ def test_a_gate_closes_only_on_what_the_criterion_refuses_whatever_the_order_of_
     if known[0] is not None:
         assert gate.closed == (not accepted), "when everything is there it says what the criterion says"
     assert gate.seen == after
-
-
-def test_a_gate_closes_at_the_first_score_that_decides() -> None:
-    gate = Gate(4, StrictImprovementAcceptance(), lambda: 2.5, lambda: 1.0)
-    assert gate(2, scored(0.5))
-    assert gate(0, scored(1.0))
-    assert not gate(3, scored(0.0))
-    assert gate.seen == [1.0, 0.5, 0.0]
-    assert not gate(1, scored(1.0)), "closed is closed"
-
-
-def test_without_a_highest_score_a_gate_stays_open() -> None:
-    gate = Gate(2, StrictImprovementAcceptance(), lambda: 2.0, lambda: math.inf)
-    assert gate(0, scored(-5.0))
 
 
 class Strict(StrictImprovementAcceptance):
@@ -140,14 +123,6 @@ def test_the_same_candidates_are_taken_and_refused_with_fewer_calls(
     assert gated == whole
     assert len(fewer) < len(more)
     assert set(fewer) <= set(more)
-
-
-def test_it_says_so() -> None:
-    heard = Heard()
-    program = play(World(), search="pareto", gepa_kwargs={"callbacks": [heard]})
-    assert given_up(program)
-    reasons = [event["reason"] for event in heard.of("on_candidate_rejected")]
-    assert any("it cannot pass its screen any more, after" in reason for reason in reasons)
 
 
 def above(text: str, question: str) -> float:
@@ -215,43 +190,10 @@ def test_nothing_of_a_child_that_was_given_up_is_kept() -> None:
     assert not screened & set(rejected)
 
 
-def test_what_is_said_of_a_child_that_was_given_up_compares_with_its_whole_parent() -> None:
-    class Slow(World):
-        def seconds(self, text: str, question: str) -> float:
-            return 30.0 if question in ("t 0", "t 1", "t 2") else 1.0
-
-    heard, world = Heard(), Slow(score=chance)
-    play(world, search="pareto", gepa_kwargs={"callbacks": [heard]})
-    [state] = [event["final_state"] for event in heard.of("on_optimization_end")]
-    log = {entry["i"] + 1: entry for entry in state.full_program_trace}
-    parents = {event["iteration"]: event["parent_candidate"]["steps[0]"] for event in heard.of("on_proposal_start")}
-    rejected = [event for event in heard.of("on_candidate_rejected") if "cannot pass" in event["reason"]]
-    assert rejected
-    for event in rejected:
-        questions = [f"t {i}" for i in log[event["iteration"]]["subsample_ids"]]
-        assert event["old_score"] == sum(chance(parents[event["iteration"]], question) for question in questions)
-
-
 def test_a_run_that_goes_on_knows_that_scores_were_above_the_perfect_one(tmp_path: Path) -> None:
     for calls in (60, 200):
         program = play(World(score=above), calls, search="pareto", log_dir=str(tmp_path))
     assert not given_up(program)
-
-
-def test_a_metric_that_has_begun_is_counted_where_its_rollout_is_given_up() -> None:
-    class Judged(World):
-        def metric(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-            result = super().metric(gold, pred, trace, pred_name, pred_trace)
-
-            async def later() -> Any:
-                await asyncio.sleep(1.0)
-                return result
-
-            return later() if pred_name is None else result
-
-    program = play(world := Judged(), search="pareto")
-    assert given_up(program)
-    assert len(world.scored) == program.async_stats.metric_calls <= 400
 
 
 def test_programs_that_run_in_threads_never_hold_more_than_the_slots() -> None:
@@ -286,19 +228,3 @@ def test_programs_that_run_in_threads_never_hold_more_than_the_slots() -> None:
     assert most <= 3
     assert given_up(program)
     assert program.async_stats.metric_calls == len(world.scored) <= 200
-
-
-def test_what_cannot_be_interrupted_is_finished_and_paid_and_what_has_not_begun_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ProgramRunner, "interruptible", property(lambda program: False))
-    begun: list[tuple[str, str]] = []
-
-    class Counted(World):
-        def seconds(self, text: str, question: str) -> float:
-            begun.append((text, question))
-            return super().seconds(text, question)
-
-    program = play(world := Counted(), search="pareto", num_threads=2, reflection_minibatch_size=6)
-    assert given_up(program)
-    assert sorted(begun) == sorted(world.scored)
