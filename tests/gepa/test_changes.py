@@ -97,14 +97,6 @@ def test_fenced_code_and_a_table_are_one_part_each() -> None:
     ]
 
 
-def test_a_line_is_sentences_but_for_those_of_lists_tables_and_headings() -> None:
-    assert texts_of("Be brief. Be kind, e.g. Be polite! (Or not.)") == [
-        "Be brief.", "Be kind, e.g. Be polite!", "(Or not.)",
-    ]  # fmt: skip
-    for line in ("1. Be brief. Be kind.", "- Be brief. Be kind.", "| Brief. | Kind. Too. |", "# Be. Kind.", "> A. B."):
-        assert texts_of(line) == [line]
-
-
 def test_hard_wrapped_prose_is_sentences_and_not_lines() -> None:
     wrapped = (
         "Read the whole question with care before you begin to answer\nit, and then write. Keep the answer\nshort."
@@ -241,12 +233,6 @@ def test_no_blank_line_comes_into_a_list_and_none_is_lost_around_it() -> None:
     parent = "Do:\n\n- One.\n- Two.\n\nThen stop."
     both = together(parent, [edit("add", 1, "- Zero.")], [edit("add", 3, "- Three.")])
     assert both == "Do:\n\n- Zero.\n- One.\n- Two.\n- Three.\n\nThen stop."
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_change_goes_where_it_stood_though_its_neighbour_is_gone(end: str) -> None:
-    parent = end.join(["One.", "Two.", "Three."])
-    assert together(parent, [edit("remove", 2)], [edit("add", 2, "New.")]).split(end) == ["One.", "New.", "Three."]
 
 
 def test_children_that_replace_the_same_line_keep_what_they_add_beside_it_behind_it() -> None:

@@ -127,16 +127,6 @@ def test_harmful_changes_leave_the_head_and_the_others_stay() -> None:
     assert sum(0 in one for one in tried) > 80, "and what helps is in nearly all"
 
 
-def test_the_gain_of_a_head_is_what_it_has_over_the_last_one_that_was_tried() -> None:
-    task = Task([0.1] * 3)
-    for number in range(3):
-        task.add(number)
-    head = task.credit.head()
-    assert head.gain == pytest.approx(sum(one.effect for one in task.credit.records()))
-    task.credit.mark_validating(0, head)
-    assert task.credit.head().gain == 0
-
-
 @given(st.randoms(use_true_random=False), st.integers(0, 99))
 @settings(max_examples=25)
 def test_estimates_do_not_depend_on_the_order_in_which_rollouts_end(shuffler: random.Random, seed: int) -> None:
@@ -251,16 +241,6 @@ def test_a_score_that_comes_in_while_changes_get_another_base_is_no_evidence_on_
     assert credit.head().candidate == {"answer": "Everything is different.\n- rule 9"}
 
 
-def test_a_validated_head_of_an_earlier_base_is_no_parent_of_what_stands_on_the_new_one() -> None:
-    credit = Credit(SEED, 1.0)
-    take(credit, 0, SEED, add(rule(0)))
-    head = credit.head()
-    credit.mark_validating(0, head)
-    credit.stand_on({"answer": "Everything is different."}, 4)
-    credit.set_parent(head.candidate, 5)
-    assert credit.parent == 4
-
-
 def test_what_is_kept_as_json_makes_the_same_head_again() -> None:
     task, told = Task([0.08] * 4 + [-0.2] * 2), list[tuple[str, str, str, float]]()
     for number in range(6):
@@ -314,20 +294,6 @@ def test_whatever_the_scores_are_the_estimates_are_finite(name: str, examples: i
         if number % 6 == 0:
             finite(task.credit)
     finite(task.credit)
-
-
-def test_changes_without_a_rollout_and_changes_that_always_come_together_have_estimates() -> None:
-    task = Task([0.1] * 4)
-    for number in range(4):
-        task.add(number)
-    finite(task.credit)
-    head = task.credit.head().candidate
-    for _ in range(20):
-        task.runs(head)
-        task.runs(SEED)
-    finite(task.credit)
-    assert len({round(one.effect, 9) for one in task.credit.records()}) == 1, "nothing tells them apart"
-    assert sum(one.effect for one in task.credit.records()) > 0.1
 
 
 # What a child takes out, rivals, and changes that do little

@@ -141,21 +141,6 @@ def test_when_the_calls_are_spent_the_last_head_has_one_step_and_no_second_one()
     played(main())
 
 
-def test_no_last_head_begins_beside_other_steps_or_where_none_is_better() -> None:
-    async def main() -> None:
-        heads, run, changes = heads_of()
-        await heads.refresh()
-        run.live = [3]
-        assert not heads.begin_last()
-        run.live = []
-        changes.now = WORSE
-        await heads.refresh()
-        assert not heads.begin_last()
-        assert heads.phase is Phase.SEARCHING
-
-    played(main())
-
-
 def test_calls_that_are_handed_back_pay_search_and_the_last_head_waits_for_its_turn() -> None:
     async def main() -> None:
         heads, _, _ = heads_of()

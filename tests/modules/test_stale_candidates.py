@@ -125,19 +125,6 @@ async def test_a_reply_that_cannot_be_read_is_asked_for_once_more_and_then_repor
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-async def test_the_second_reply_counts_where_the_first_cannot_be_read(asynchronous: bool) -> None:
-    script = Scripted("nonsense", reply("better", c1="orthogonal"))
-    answer = await integrated(script, [child(1)], asynchronous)
-    assert (answer.texts, answer.failed, len(script.prompts)) == ({"p": "better"}, {}, 2)
-
-
-async def test_one_component_that_fails_takes_no_other_with_it() -> None:
-    script = Scripted(lambda prompt: "nonsense" if "head of p" in prompt else reply("Q", c1="orthogonal"))
-    answer = await integrated(script, [child(1, texts={"p": "x", "q": "y"})])
-    assert (answer.texts, list(answer.failed)) == ({"q": "Q"}, ["p"])
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(
     ("error", "seen"), [(lm15.RateLimitError("slow"), LMRateLimitError), (lm15.AuthError("who?"), LMAuthError)]
 )
@@ -182,13 +169,6 @@ async def test_the_prompt_stays_bounded_however_much_there_is_to_show() -> None:
     assert len(prompt) < 2 * 4_100 + 8 * 4_100 + 10_000
     assert "(492 more, which changed the score less.)" in prompt
     assert "more characters.)" in prompt
-
-
-async def test_the_parents_score_and_feedback_are_shown() -> None:
-    script = Scripted(reply("t"))
-    await integrated(script, [child(1, before=0.25, feedback=("too short",)), child(2, before=0.5)])
-    assert "Score of its parent 0.250, of the child not screened." in script.prompts[0]
-    assert "- too short" in script.prompts[0]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -304,23 +284,6 @@ async def test_calls_and_tokens_are_counted_second_attempts_included() -> None:
     seen = await integration(StaleCandidateReflection(), [child(1)], fake_lm(script))
     assert seen.answer is not None
     assert (seen.answer.texts, seen.calls, seen.spent.tokens) == ({"p": "better"}, 2, 14)
-
-
-async def test_a_reply_that_cannot_be_read_is_a_failure_with_its_reason() -> None:
-    seen = await integration(StaleCandidateReflection(), [child(1)], fake_lm(Scripted("nonsense")))
-    assert seen.answer is not None
-    assert (seen.answer.texts, seen.calls) == ({}, 2)
-    assert seen.answer.failed.startswith("p: AdapterParseError")
-
-
-async def test_what_an_integration_does_to_its_module_does_not_stay() -> None:
-    class Forgetful(Own):
-        def forward(self, **inputs: Any) -> Any:
-            self.threads.append("seen")
-            return reply_with({"p": str(len(self.threads))}, c1="orthogonal")
-
-    module = Forgetful(None)
-    assert [(await integrated_by(module, child(1))).texts for _ in range(2)] == [{"p": "1"}, {"p": "1"}]
 
 
 PLAIN_LINES = """[[ ## verdicts ## ]]
