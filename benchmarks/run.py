@@ -218,7 +218,7 @@ def chosen(name: str) -> Method:
         return method(name)
 
     def build(workload: Workload, limits: Limits, recorder: Recorder) -> Any:
-        from dspy_flashevolve.gepa.edits import EditProposer
+        from dspy_flashevolve.gepa.propose import EditProposer
 
         proposer = EditProposer(InstructionProposer())
         return dspy.GEPA(**gepa_arguments(workload, limits, recorder), instruction_proposer=proposer)

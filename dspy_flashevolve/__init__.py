@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dspy_flashevolve.gepa.compilation import AsyncGEPAResult
     from dspy_flashevolve.gepa.settings import FLASHEVOLVE, Edits, Workflow
     from dspy_flashevolve.harness.program import Harness, HarnessError
-    from dspy_flashevolve.modules.integrate import StaleCandidateReflection
+    from dspy_flashevolve.modules.rewriting import StaleCandidateReflection
     from dspy_flashevolve.observe.statistics import AsyncStats
     from dspy_flashevolve.programs.run import DspyRun
     from dspy_flashevolve.sandbox.contract import Limits
@@ -71,7 +71,7 @@ _HOMES = {
     "Limits": "sandbox.contract",
     "Playbook": "ace.playbook",
     "Reflective": "engine.staleness",
-    "StaleCandidateReflection": "modules.integrate",
+    "StaleCandidateReflection": "modules.rewriting",
     "Workflow": "gepa.settings",
 }
 """Public name -> its module; all others are errors."""

@@ -22,9 +22,9 @@ from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.engine.steps import STEPS_TO_OVERLAP, pays_overlap
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.changes import is_too_long
-from dspy_flashevolve.gepa.compilation import Best, Compilation, texts_of
-from dspy_flashevolve.gepa.estimate import Estimate, estimate
-from dspy_flashevolve.gepa.options import check_options, gepa_logger
+from dspy_flashevolve.gepa.compilation import Best, Compilation, Estimate, estimate, texts_of
+from dspy_flashevolve.gepa.options import check_options
+from dspy_flashevolve.gepa.reports import gepa_logger
 from dspy_flashevolve.gepa.settings import Edits, GepaSettings, Workflow, asks_for_edits, edits_of
 from dspy_flashevolve.programs.function_lm import lm_of
 from dspy_flashevolve.programs.metric import check_metric

@@ -12,19 +12,17 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel, Field, model_validator
 
 from dspy_flashevolve.gepa.parts import (
     NUMBER,
-    REWORDED,
     Part,
     ends_in_fence,
     is_item,
     level_of,
-    likeness,
     normal,
     parts_of,
     said_once,
@@ -36,9 +34,6 @@ from dspy_flashevolve.gepa.parts import (
 
 MOST_PARTS = 8
 """An edit of more parts that makes more than half of a text is the whole text in the form of an edit. Not tuned."""
-RELATED = 0.3
-"""Share of their words that a part and an addition have in common, from which the addition belongs behind the part.
-Lines on one label of `symptom2disease` share more, lines on two share less."""
 
 
 class Edit(BaseModel):
@@ -131,7 +126,7 @@ class EditedText(str):
             pydantic.ValidationError: one is no edit.
         """
         own, weave = [Edit.model_validate(edit) for edit in edits], Weave({"": instruction})
-        text = weave.compose(weave.take(frozenset(), {"": own}))[""]
+        text = weave.compose(weave.take(frozenset(), {"": own}) or ())[""]
         return cls(text, () if _is_whole(instruction, own, text) else own)
 
 
@@ -258,7 +253,7 @@ class Weave:
         texts = {name: self._joined(self._visible(name, chosen)) for name in touched}
         return {name: texts.get(name, text) for name, text in self.base.items()}
 
-    def take(self, chosen: frozenset[int], edits: Mapping[str, Iterable[Edit]]) -> frozenset[int]:
+    def take(self, chosen: frozenset[int], edits: Mapping[str, Iterable[Edit]]) -> frozenset[int] | None:
         """Make changes of the edits of a text that is composed of changes.
 
         Args:
@@ -266,43 +261,31 @@ class Weave:
             edits: component -> edits of its parts.
 
         Returns:
-            The changes in the text that the edits made.
+            The changes in the text that the edits made; None where two parts of an edited text read as one, so that its
+            reader's numbers are not those of the weave.
         """
+        shown = {name: self._visible(name, chosen) for name in edits}
+        texts = self.compose(chosen)
+        if any(len(parts_of(texts[name])) != len(keys) for name, keys in shown.items()):
+            return None
         numbers = set(chosen)
         for component, own in edits.items():
-            shown, last = self._shown(component, chosen), dict[int, int]()
-            placed = list(_placed(own, len(shown)))
-            gone = {key for number, is_gone, _ in placed if is_gone for key in shown[number - 1]}
-            said = {wording_of(self._parts[key]) for key in self._visible(component, chosen) if key not in gone}
+            keys, last = shown[component], dict[int, int]()
+            placed = list(_placed(own, len(keys)))
+            gone = {keys[number - 1] for number, is_gone, _ in placed if is_gone}
+            said = {wording_of(self._parts[key]) for key in keys if key not in gone}
             for number, is_gone, text in placed:
-                place, new = shown[number - 1] if number else [-1], parts_of(text)
+                new = parts_of(text)
                 text = "".join(new[at].before + new[at].text for at in said_once(new, said)).strip("\n")
                 said.update(map(wording_of, new))
-                added = self._put_units(component, numbers, chosen, place, is_gone, text, last.get(number))
-                if added is not None:
-                    last[number] = added
+                # An edit is one change or several.
+                place, follows = keys[number - 1] if number else -1, -1
+                for position, unit in enumerate(_units(text, is_gone)):
+                    is_removed = is_gone and position == 0
+                    follows = self._put(component, numbers, chosen, place, last.get(number), is_removed, unit, follows)
+                    if not is_removed:
+                        last[number] = follows
         return frozenset(numbers)
-
-    def take_late(self, source: Mapping[str, str], edits: Mapping[str, Iterable[Edit]]) -> None:
-        """Make changes of edits of a text that does not stand on this base: each is put on the part of which it was or,
-        where that is gone, on the part that is most like it or like what is added.
-
-        Args:
-            source: component -> text that was edited.
-            edits: component -> edits of its parts.
-        """
-        for component, own in edits.items():
-            parts, order = parts_of(source[component]), self._orders[component]
-            for number, is_gone, text in _placed(own, len(parts)):
-                here = self._nearest(order, parts[number - 1], REWORDED) if number else -1
-                new = parts_of(text)
-                is_gone = is_gone and here is not None
-                if here is None and new:
-                    here = self._nearest(order, new[0], RELATED)
-                place = here if here is not None else order[-1] if order else -1
-                adder = self._adders[place] if place >= 0 else None
-                chosen = frozenset[int]() if adder is None else frozenset({adder, *self.changes[adder].needs})
-                self._put_units(component, set(chosen), chosen, [place], is_gone, text)
 
     def stand_on(self, texts: Mapping[str, str]) -> list[int]:
         """Put changes on another base; those of components that are different there are gone.
@@ -367,30 +350,8 @@ class Weave:
         parts, base = [self._parts[key] for key in ids], {at for at, key in enumerate(ids) if self._adders[key] is None}
         return [ids[at] for at in said_once(parts, {wording_of(parts[at]) for at in base}, base)]
 
-    def _shown(self, component: str, chosen: Collection[int]) -> list[list[int]]:
-        """The parts of a composed text as whoever reads it counts them, each with the parts of the weave in it: two
-        that stand beside each other may read as one."""
-        ids = self._visible(component, chosen)
-        if not any(self.changes[number].component == component for number in chosen):
-            return [[key] for key in ids]  # the base's own text
-        pieces = self._pieces(ids)
-        ends = list(accumulate(map(len, pieces)))  # of the space before each part, and of the part
-        shown, first, end = list[list[int]](), 0, 0
-        for part in parts_of("".join(pieces)):
-            begin, end = end + len(part.before), end + len(part.before) + len(part.text)
-            while ends[2 * first + 1] <= begin:
-                first += 1
-            last = first + 1
-            while last < len(ids) and ends[2 * last] < end:
-                last += 1
-            shown.append(list(ids[first:last]))
-        return shown
-
     def _joined(self, ids: Sequence[int]) -> str:
-        return "".join(self._pieces(ids))
-
-    def _pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of some parts, and the space before each; their lists are numbered anew."""
+        """The text of some parts; their lists are numbered anew."""
         pieces: list[str] = []
         last = own_last = 0
         interrupted = True
@@ -406,7 +367,7 @@ class Weave:
             elif not is_item(part) and not text.startswith((" ", "\t", "```", "|")):
                 interrupted = True
             pieces += self._space(left, right), text
-        return pieces
+        return "".join(pieces)
 
     def _space(self, left: int, right: int) -> str:
         """The space between two parts: as in their text or, where they come from different places, no blank line
@@ -423,49 +384,26 @@ class Weave:
         least = "\n\n" if level_of(after) < 8 and self._adders[right] is not None else "" if is_prose else "\n"
         return max((before.after, after.before, least), key=_size) or "\n"
 
-    def _put_units(
-        self, component: str, numbers: set[int], chosen: Collection[int], place: Sequence[int], is_gone: bool,
-        text: str, last: int | None = None,
-    ) -> int | None:  # fmt: skip
-        """Put an edit in, as one change or several, and have ``numbers`` be the changes that are there then.
+    def _put(
+        self, component: str, numbers: set[int], chosen: Collection[int], part: int, last: int | None,
+        is_removed: bool, new: Sequence[Part], follows: int,
+    ) -> int:  # fmt: skip
+        """Put a change in, or find the one that does the same, and have ``numbers`` be the changes that are there then.
 
         Args:
             chosen: the changes in the text that was edited.
-            place: the parts of the weave in the part of this text that was edited; -1 for the start.
+            part: of that text, behind or in the place of which the new parts go; -1 for the start.
             last: the last part that an edit before added behind it; None for none.
-
-        Returns:
-            ``last`` for the next edit of the same part.
-        """
-        follows = -1
-        for position, unit in enumerate(_units(text, is_gone)):
-            old = place if is_gone and position == 0 else ()
-            added = self._put(component, numbers, chosen, place[-1], last, old, unit, follows)
-            follows = added
-            if not old:
-                last = added
-        return last
-
-    def _put(
-        self, component: str, numbers: set[int], chosen: Collection[int], part: int, last: int | None,
-        old: Sequence[int], new: Sequence[Part], follows: int,
-    ) -> int:  # fmt: skip
-        """Put a change in, or find the one that does the same; see :meth:`_put_units`.
-
-        Args:
-            part: of the text that was edited, behind or in the place of which the new parts go; -1 for the start.
-            old: parts that go.
+            is_removed: the part goes.
             new: parts that come.
             follows: the part that they follow in the edit.
 
         Returns:
             The last of the new parts; where there are none, the one that they would follow.
         """
+        old = (part,) if is_removed else ()
         order, anchor = self._orders[component], part if last is None or old else last
-        dropped = {
-            adder for key in old
-            if (adder := self._adders[key]) in numbers and set(self.changes[adder].adds) <= set(old)
-        }  # fmt: skip
+        dropped = {adder for key in old if (adder := self._adders[key]) in numbers and self.changes[adder].adds == old}
         numbers -= dropped  # what takes the whole of a change out is the text without it, and no change of its own
         back = {key for number in dropped for key in self.changes[number].removes}
         before, said = self._visible(component, chosen), {wording_of(self._parts[key]) for key in old} - {""}
@@ -518,11 +456,6 @@ class Weave:
                 break
             at += 1
         return at
-
-    def _nearest(self, order: Sequence[int], part: Part, least: float) -> int | None:
-        """Of parts the first that is most like another one; None where none has so large a share of its words."""
-        place = max(order, key=lambda key: likeness(self._parts[key], part), default=None)  # the first of equals
-        return None if place is None or likeness(self._parts[place], part) < least else place
 
 
 def _size(space: str) -> tuple[int, int]:

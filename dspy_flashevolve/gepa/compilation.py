@@ -1,42 +1,58 @@
-"""One compile of AsyncGEPA: the student, the data and the arguments, turned into one run, and what it returns."""
+"""One compile of AsyncGEPA: the student, the data and the arguments, turned into one run, and what it returns; what
+that is expected to score on unseen examples; and what a run may cost."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Mapping, Sequence
+import math
+import random
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import anyio
 import dspy
+import numpy as np
 from dspy.primitives import Module
 from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
 from dspy.teleprompt.gepa.gepa_utils import LoggerAdapter
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
+from dspy.utils.usage_tracker import UsageTracker, track_usage
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
-from dspy_flashevolve.engine.errors import JournalError, attach_best_program, report_hook
+from dspy_flashevolve.engine.errors import (
+    FlashEvolveError,
+    JournalError,
+    RunAbortedError,
+    attach_best_program,
+    report_hook,
+)
 from dspy_flashevolve.engine.journal import RunJournal
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
+from dspy_flashevolve.engine.steps import End, EndKind, Step
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.edits import EditProposer, TextProposer
-from dspy_flashevolve.gepa.options import IterationLog, adapter_of, build_parts, gepa_logger, hooks_of
+from dspy_flashevolve.gepa.evaluate import as_batch
+from dspy_flashevolve.gepa.options import adapter_of, build_parts, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.propose import EditProposer, TextProposer
+from dspy_flashevolve.gepa.reports import IterationLog, gepa_logger
 from dspy_flashevolve.gepa.resume import checkpoint_in, tell_changes, written_out
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.gepa.step import GepaLoop
-from dspy_flashevolve.gepa.unseen import expected_on_unseen
-from dspy_flashevolve.modules.integrate import StaleCandidateReflection
+from dspy_flashevolve.modules.rewriting import StaleCandidateReflection
 from dspy_flashevolve.observe.formatting import texts_diff
 from dspy_flashevolve.observe.statistics import AsyncStats, log_summary
+from dspy_flashevolve.programs.building import copy_of
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
+from dspy_flashevolve.programs.usage import calls_of, cost_of, rates_of
 
 logger = logger_named(__name__)
 """gepa's own log lines, and what is told of every run, go where ``dspy.GEPA`` sends them: dspy shows them."""
@@ -319,16 +335,12 @@ class Compilation:
             unseen = expected_on_unseen([one for _, one in sorted(scores, key=lambda pair: pair[0] in pool.grown)])
         return self._run.recorder.async_stats(
             of_run,
-            proposals=self._loop.proposals,
-            reflection_calls=self._loop.reflection_calls,
-            integration_calls=self._loop.integration_calls,
+            **self._loop.statistics(),
             unreadable_replies=self._program.unreadable,
-            changes=self._loop.changes(),
             seed_score=None if result is None else result.val_aggregate_scores[0],
             best_score=self.best.score,
-            unconsolidated=self._loop.why_grown,
-            unseen_score=None if unseen is None else unseen.score,
-            unseen_error=None if unseen is None else unseen.error,
+            unseen_score=unseen and unseen[0],
+            unseen_error=unseen and unseen[1],
             prompt_change=""
             if result is None
             else "\n".join(texts_diff(self._seed, self.best.texts, ", before", ", after", 1)),
@@ -352,3 +364,208 @@ def _are_same(one: Any, other: Any) -> bool:
     """Whether two data sets are one: the same object, or lists of the same examples."""
     both_lists = isinstance(one, list) and isinstance(other, list)
     return one is other or (both_lists and list(map(id, one)) == list(map(id, other)))  # pyright: ignore[reportUnknownArgumentType]
+
+
+# What the returned program is expected to score on examples that no search has seen.
+#
+# The best of many candidates by validation owes a part of its lead to luck: with ten equally good candidates and fifty
+# validation examples, the best one's validation score is .09 too high on average. Bootstrap bias correction
+# (Tsamardinos, Greasidou and Borboudakis, "Bootstrapping the out-of-sample predictions for efficient and accurate
+# cross-validation", 2018) repeats the choice on examples drawn with replacement, and scores what it chooses on the
+# examples that were not drawn. In simulations of 2 to 20 candidates and 12 to 200 examples its mean error was at most
+# .012.
+
+DRAWS = 1000
+"""Bootstrap samples: the chance in them is a thirtieth of the spread between them, far below that of the scores."""
+LEAST_EXAMPLES = 4
+"""With fewer validation examples there is nothing to draw from."""
+
+
+def expected_on_unseen(subscores: Sequence[Mapping[Hashable, float]], seed: int = 0) -> tuple[float, float] | None:
+    """Estimate what the candidate with the best mean score has on unseen examples.
+
+    Args:
+        subscores: for each candidate, validation example -> score, in the order in which equals are preferred.
+        seed: of the bootstrap's draws.
+
+    Returns:
+        The estimate and its standard error. The error is that of the returned program's scores and of one more example
+        with the lowest and one with the highest score of any candidate: without these two, ten right answers of ten
+        would leave no doubt (as in Agresti and Coull's interval for proportions). None where fewer than
+        `LEAST_EXAMPLES` examples were run by every candidate.
+
+    Example:
+        >>> score, error = expected_on_unseen([dict.fromkeys(range(32), 0.25), dict.fromkeys(range(32), 0.5)])
+        >>> score, round(error, 4)
+        (0.5, 0.0074)
+    """
+    if not subscores:
+        return None
+    examples = [example for example in subscores[0] if all(example in scores for scores in subscores)]
+    if len(examples) < LEAST_EXAMPLES:
+        return None
+    table = np.array([[scores[example] for example in examples] for scores in subscores], dtype=float)
+    if not np.isfinite(table).all():
+        return None
+    rng = np.random.default_rng(seed)
+    drawn = rng.multinomial(len(examples), np.full(len(examples), 1 / len(examples)), size=DRAWS)
+    chosen = (drawn @ table.T).argmax(axis=1)
+    left_out = drawn == 0
+    is_usable = left_out.any(axis=1)
+    scores = (table[chosen] * left_out).sum(axis=1)[is_usable] / left_out.sum(axis=1)[is_usable]
+    best = np.append(table[table.mean(axis=1).argmax()], [table.min(), table.max()])
+    return float(scores.mean()), float(best.std(ddof=1)) / math.sqrt(len(best))
+
+
+# What a run may cost, from a few of its rollouts and one reflection on them.
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What LM calls use, on average or in all.
+
+    Args:
+        calls: LM calls.
+        prompt_tokens, completion_tokens: as the LMs report them.
+        dollars: by litellm's cost map; None where the price of a model is not known.
+        unpriced: these models.
+    """
+
+    calls: float
+    prompt_tokens: float
+    completion_tokens: float
+    dollars: float | None
+    unpriced: tuple[str, ...] = ()
+
+    def times(self, factor: float) -> Use:
+        """Return ``factor`` times as much."""
+        dollars = None if self.dollars is None else factor * self.dollars
+        tokens = factor * self.prompt_tokens, factor * self.completion_tokens
+        return Use(factor * self.calls, *tokens, dollars, self.unpriced)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Estimate:
+    """What ``compile`` may cost; ``print`` it. Made by :meth:`AsyncGEPA.estimate`.
+
+    Args:
+        metric_calls: the budget; None where the run is bounded by seconds or dollars alone.
+        reflections: reflections and integrations at most: one a minibatch of rollouts, and no more than
+            ``max_reflection_calls``. None where neither bounds them.
+        metric_call, reflection: what one was measured to use.
+        measured: rollouts that were made to find out.
+    """
+
+    metric_calls: int | None
+    reflections: int | None
+    metric_call: Use
+    reflection: Use
+    measured: int
+
+    @property
+    def task(self) -> Use | None:
+        """The program's LM calls in all; None where there is no budget of metric calls."""
+        return None if self.metric_calls is None else self.metric_call.times(self.metric_calls)
+
+    @property
+    def reflecting(self) -> Use | None:
+        """The reflection LM's calls in all, at most; None where nothing bounds them."""
+        return None if self.reflections is None else self.reflection.times(self.reflections)
+
+    def __repr__(self) -> str:
+        rows = (
+            ("a metric call", self.metric_call),
+            ("a reflection", self.reflection),
+            ("the run: task" if self.metric_calls is None else f"{self.metric_calls:,} metric calls", self.task),
+            ("the run: reflections" if self.reflections is None else f"at most {self.reflections:,} reflections",
+             self.reflecting),
+        )  # fmt: skip
+        unpriced = sorted({*self.metric_call.unpriced, *self.reflection.unpriced})
+        prices = f", what {', '.join(unpriced)} costs (litellm's map has no price)" if unpriced else ""
+        return "\n".join(
+            [
+                f"{'':<24}{'LM calls':>10}{'tokens in':>13}{'tokens out':>13}{'dollars':>10}",
+                *(f"{name:<24}{_cells(use)}" for name, use in rows),
+                f"measured: {self.measured} rollouts and a reflection on them, which were paid for",
+                "assumed: the rest is like them, and every minibatch of rollouts is reflected on, which most are not",
+                f"not known: how much longer prompts get (to 1.5 times the tokens, on the simulated server){prices}",
+            ]
+        )
+
+
+def _cells(use: Use | None) -> str:
+    if use is None:
+        return f"{'unknown':>10}{'unknown':>13}{'unknown':>13}{'unknown':>10}"
+    dollars = "unknown" if use.dollars is None else f"{use.dollars:.4g}"
+    return f"{use.calls:>10,.0f}{use.prompt_tokens:>13,.0f}{use.completion_tokens:>13,.0f}{dollars:>10}"
+
+
+def estimate(
+    settings: GepaSettings, student: Module, trainset: Sequence[Any], most_calls: int | None, first: int
+) -> Estimate:
+    """Run a minibatch of training examples, and reflect on it; past dspy's cache.
+
+    Args:
+        settings: what the run would be told.
+        most_calls: the budget of metric calls.
+        first: of these, those of the first validation.
+    """
+    size = min(settings.minibatch_size, len(trainset))
+    examples = random.Random(settings.seed).sample(list(trainset), size)
+    student, reflection_lm = copy_of(student), _uncached(settings.reflection_lm)
+    for predictor in student.predictors():
+        predictor.set_lm(_uncached(predictor.lm))
+    limits = {"num_threads": size, "max_concurrency": None, "max_metric_calls": size, "max_seconds": None}
+    own = replace(settings, schedule="async", rollouts=None, **limits)
+    with dspy.context(lm=_uncached(dspy.settings.lm)):
+        stages = {"rollout": [student], "propose": [reflection_lm]}
+        run = DspyRun(name="AsyncGEPA.estimate", stages=stages, settings=own)
+    metric = Metric(settings.metric_fn, run.threads, settings.metric_lock)
+    program = ProgramRunner(adapter_of(settings, student, run.pace(reflection_lm)), metric, run.threads, run.models)
+    texts, used = texts_of(student), list[UsageTracker]()
+
+    async def step(step: Step) -> End:
+        run.begin(step, 0)
+        program.mistakes.watch_rollouts(size, traced=True)
+        with track_usage() as usage:
+            rollouts = await run.evaluate("rollout", step, program, texts, examples, split="train", traced=True)
+        used.append(usage)
+        components = list(texts)[:1]
+        ask = partial(run.rollouts.request, "propose", step)
+        with track_usage() as usage:
+            dataset = await program.reflection.dataset(texts, as_batch(rollouts), components, step.rng, ask)
+            try:
+                await ask(lambda: program.reflection.propose(texts, dataset, components))
+            except FlashEvolveError:
+                raise
+            except Exception as error:  # it was paid for; in a run it would end its step
+                logger.warning("The reflection came to nothing (%s); what it used counts.", type(error).__name__)
+        used.append(usage)
+        return End(EndKind.COMMITTED)
+
+    run.run_sync(lambda: run.evolve(step, calls_per_step=size))
+    if len(used) < 2:  # it was stopped, or the provider gave no answer
+        raise RunAbortedError(f"There is no estimate: {run.stop_reason}")
+    most = None if most_calls is None else max(0, most_calls - first) // size
+    bounds = [bound for bound in (most, settings.max_reflection_calls) if bound is not None]
+    return Estimate(
+        metric_calls=most_calls,
+        reflections=min(bounds, default=None),
+        metric_call=_use_of(used[0]).times(1 / size),
+        reflection=_use_of(used[1]),
+        measured=size,
+    )
+
+
+def _use_of(tracker: UsageTracker) -> Use:
+    tokens = tracker.get_total_tokens()
+    unpriced = tuple(sorted(model for model in tokens if rates_of(model) is None))
+    prompt, completion = (
+        sum(usage.get(kind) or 0 for usage in tokens.values()) for kind in ("prompt_tokens", "completion_tokens")
+    )
+    return Use(calls_of(tracker), prompt, completion, None if unpriced else cost_of(tracker), unpriced)
+
+
+def _uncached(lm: Any) -> Any:
+    """A copy that asks its provider each time; what is no ``dspy.LM`` is as it is."""
+    return lm.copy(cache=False) if isinstance(lm, dspy.LM) else lm

@@ -1,10 +1,18 @@
 """Credit assignment: what each change to the prompts is worth, from all rollouts at once.
 
-Every rollout of a candidate is evidence on all the changes in it. Steps start from variants of the head, each without
-some of the changes of which little is known, so that the rollouts that reflection needs anyway form a screening design
-(Plackett and Burman 1946). A linear model, score = example + sum of the changes in the candidate, gives each change's
-effect; how effects spread over changes (their prior) is estimated from the same rollouts. Where changes mostly help,
-new ones are trusted at once; where many harm, few are tried at a time.
+    score(candidate, example) = level(example) + sum of effect(change) over the changes in the candidate + noise
+
+This is a linear mixed model. Effects and levels are estimated together, as best linear unbiased predictions (Henderson
+1975): levels of examples have a prior around a common mean, so that an easy example is not taken for a good change, and
+they are eliminated before the effects are solved for. The noise is the spread of scores within examples, pooled. The
+effects have a normal prior whose mean and spread are themselves estimated from the same rollouts (empirical Bayes):
+where changes mostly help, new ones are trusted at once; where many harm, few are tried at a time. The prior's mean
+begins slightly above 0, since no change would join the head untested otherwise.
+
+Every rollout of a candidate is evidence on all changes in it. Steps start from variants of the head, each without some
+of the changes of which little is known, so that the rollouts that reflection needs anyway form a screening design
+(Plackett and Burman 1946). Effects are taken to add up; where they do not, heads bring nothing and are doubted
+(heads.py). The head has every change whose posterior mean is above 0, one of each set of rivals, the best first.
 """
 
 from __future__ import annotations
@@ -110,7 +118,7 @@ class Evidence:
         return len(self._rows)
 
     def add(self, example: Hashable, composition: frozenset[int], score: float) -> None:
-        """Take in one rollout's score, from any thread. One that is no finite number is left out."""
+        """Take in one rollout's score, from any thread, unless it is no finite number."""
         if not math.isfinite(score):
             return
         with self._lock:
@@ -119,11 +127,7 @@ class Evidence:
             self._rows.append((row, column, score))
 
     def effects(self, changes: int, scale: float) -> Effects:
-        """Estimate the effects of changes number 0 to ``changes`` - 1.
-
-        Args:
-            scale: the range of scores.
-        """
+        """Estimate the effects of changes number 0 to ``changes`` - 1; ``scale`` is the range of scores."""
         with self._lock:
             table = np.array(self._rows)
             examples, known = len(self._examples), list(self._compositions)
@@ -136,7 +140,7 @@ class Evidence:
         of_example = np.bincount(rows, minlength=examples).astype(float)
         totals = np.bincount(rows, scores, minlength=examples).astype(np.float64)
         noise = _noise(rows, scores, of_example, totals, scale)
-        # Examples have effects of their own, with a spread, around a common mean: all of these are eliminated.
+        # The levels of examples, and their common mean, are eliminated (absorbed) from the normal equations.
         weight = 1 / (of_example + (noise / (EXAMPLE_SD * scale)) ** 2)
         order, first = np.argsort(rows, kind="stable"), np.searchsorted(np.sort(rows), np.arange(examples))
         per_example = np.add.reduceat(design[columns[order]], first)
@@ -204,7 +208,6 @@ class Credit:
     ) -> None:
         self._most_characters, self._most_each = most_characters, most_each
         self.scale = scale
-        self._era = -1
         self._former: list[ChangeRecord] = []
         """Changes of former bases, with their last estimates."""
         self.parent = 0
@@ -216,41 +219,29 @@ class Credit:
         """Texts, as hashes, each with its component's name, that have grown; see :meth:`grown_in`."""
         self._written_anew = set[str]()
         """Texts, as hashes, that the reflection LM was asked to write anew."""
-        self._before = frozenset[str]()
-        """Hashes of the candidates that were made of changes on the former base: edits of them may still come. A run
-        that goes on has forgotten them: then such a child stands for itself."""
         self._begin(Weave(seed), [])
 
     def _begin(self, weave: Weave, steps: list[int]) -> None:
         """Begin anew with the changes of a weave, each with the step that made it, and without any evidence."""
         noise = FIRST_NOISE * self.scale
-        self._era += 1
         self._weave, self._steps = weave, steps
         self._compositions: dict[str, frozenset[int]] = {hash_of(weave.base): frozenset()}
         self._evidence, self._fitted = Evidence(), 0
         self._effects = Effects(np.zeros(0), np.zeros(0), (PRIOR_MEAN * noise, PRIOR_SD * noise))
-        self._recorded = self._era, self._compositions, self._evidence
+        self._recorded = self._compositions, self._evidence
         """What :meth:`record_score` reads on the loop: replaced as a whole, so that it never mixes two bases."""
         self._tried: dict[int, frozenset[int]] = {}
         """Step that validates a head, or has -> the head's changes, the newest last."""
 
     def record_score(self, candidate: str, split: str, example: Hashable, score: float) -> None:
-        """Take the score of a rollout as evidence, where the candidate is made of known changes.
-
-        Args:
-            candidate: the hash of its texts.
-        """
-        era, compositions, evidence = self._recorded
+        """Take the score of a rollout as evidence, where the candidate, a hash of texts, is made of known changes."""
+        compositions, evidence = self._recorded
         composition = compositions.get(candidate)
         if composition is not None:
-            evidence.add((era, split, example), composition, score)
+            evidence.add((split, example), composition, score)
 
     def record_children(self, step: int, are_whole: Iterable[bool]) -> None:
-        """Take note of how a step's children were written, whatever becomes of them; each step's once.
-
-        Args:
-            are_whole: whether each was written as a whole text.
-        """
+        """Count once which of a step's children were written as whole texts, whatever becomes of them."""
         if all(number != step for number, _ in self._children):
             self._children.extend((step, is_whole) for is_whole in are_whole)
             self._publish()
@@ -264,7 +255,8 @@ class Credit:
         """Compose a candidate that tests changes: the head with and without some of those of unknown effect."""
         self._refit()
         chosen: list[int] = []
-        for number, ratio in enumerate(self._ratios()):
+        for number, (mean, error) in enumerate(self._estimates()):
+            ratio = mean / error
             chance = (
                 1 - RETESTED if ratio > HELPS else 0.0 if ratio < HARMS_MUCH else RETESTED if ratio < HARMS else 0.5
             )
@@ -296,27 +288,23 @@ class Credit:
         """
         self.mark_grown(child, self.grown_in(parent))
         composition = self._compositions.get(hash_of(parent))
+        composition = None if composition is None else self._weave.take(composition, edits)
         if composition is None:
-            if hash_of(parent) not in self._before:
-                return False
-            self._weave.take_late(parent, edits)
-        else:
-            composition = self._weave.take(composition, edits)
+            return False
         self._steps += [step] * (len(self._changes) - len(self._steps))
-        if composition is not None:
-            composed = self._weave.compose(composition)
-            # A change that another child has made already stands where that one put it: lines may be in another order.
-            if all(sorted(composed[name].split()) == sorted(text.split()) for name, text in child.items()):
-                self._record_composition(child, composition)
-                for example, score in scores.items():
-                    self._evidence.add((self._era, split, example), composition, score)
+        composed = self._weave.compose(composition)
+        # A change that another child has made already stands where that one put it: lines may be in another order.
+        if all(sorted(composed[name].split()) == sorted(text.split()) for name, text in child.items()):
+            self._record_composition(child, composition)
+            for example, score in scores.items():
+                self._evidence.add((split, example), composition, score)
         self._publish()
         return True
 
     def head(self) -> Head:
         """Compose the base with all changes that are expected to help."""
         self._refit()
-        mean, chosen = self._means(), self._that_fit(self._best())
+        mean, chosen = [mean for mean, _ in self._estimates()], self._that_fit(self._best())
         last = next(reversed(self._tried.values()), frozenset[int]())
         gain = sum(mean[number] for number in chosen - last) - sum(mean[number] for number in last - chosen)
         return Head(self._compose(chosen), chosen, gain)
@@ -328,11 +316,11 @@ class Credit:
             Component -> for each of its changes the part that it puts in, its estimated effect, and the standard error.
         """
         effects: dict[str, list[tuple[str, float, float]]] = {name: [] for name in self.grown_in(texts)}
-        mean, error = self._means(), self._errors()
+        estimates = self._estimates()
         for number in sorted(self.changes_in(texts)):
             change = self._changes[number]
             if change.component in effects:
-                effects[change.component].append((change.part, mean[number], error[number]))
+                effects[change.component].append((change.part, *estimates[number]))
         return {name: rows for name, rows in effects.items() if len(rows) >= least}
 
     def grown_in(self, texts: Texts) -> list[str]:
@@ -382,7 +370,6 @@ class Credit:
         Changes of components that it has written anew are gone; their last estimates are kept for the record.
         """
         records, prior = self._present(), self._effects.prior
-        self._before = frozenset(self._compositions)
         kept = self._weave.stand_on(candidate)
         self._former += [record for number, record in enumerate(records) if number not in kept]
         self._begin(self._weave, [self._steps[number] for number in kept])
@@ -429,12 +416,8 @@ class Credit:
         return [*self._former, *self._present()]
 
     def _present(self) -> list[ChangeRecord]:
-        return [
-            ChangeRecord(step, change.component, change.part, change.replaces, effect, error)
-            for step, change, effect, error in zip(
-                self._steps, self._changes, self._means(), self._errors(), strict=True
-            )
-        ]
+        rows = zip(self._steps, self._changes, self._estimates(), strict=True)
+        return [ChangeRecord(step, one.component, one.part, one.replaces, *estimate) for step, one, estimate in rows]
 
     def changes_in(self, candidate: Texts) -> frozenset[int]:
         """The changes of which a candidate is composed; empty where it is not."""
@@ -456,9 +439,8 @@ class Credit:
 
     def _best(self) -> list[int]:
         """The changes that are expected to help, the best first."""
-        mean = self._means()
-        helpful = (number for number in range(len(mean)) if mean[number] > 0)
-        return self._without_rivals(sorted(helpful, key=lambda number: -mean[number]))
+        helpful = [(-mean, number) for number, (mean, _) in enumerate(self._estimates()) if mean > 0]
+        return self._without_rivals([number for _, number in sorted(helpful)])
 
     def _without_rivals(self, numbers: Iterable[int]) -> list[int]:
         """Keep the first of changes that claim the same, of which a text may have one."""
@@ -471,33 +453,21 @@ class Credit:
 
     def _that_fit(self, chosen: Iterable[int]) -> frozenset[int]:
         """Keep changes that make sense together, in the given order, as many as the length limits have room for."""
-        kept = self._supported(self._without_rivals(chosen))
-        while kept and self._is_too_long(kept):
+        kept, limits = self._supported(self._without_rivals(chosen)), (self._most_characters, self._most_each)
+        while kept and is_too_long(self._weave.compose(kept), *limits, self._weave.base):
             kept = self._supported(kept[:-1])
         return frozenset(kept)
-
-    def _is_too_long(self, numbers: list[int]) -> bool:
-        texts = self._weave.compose(numbers)
-        return is_too_long(texts, self._most_characters, self._most_each, self._weave.base)
 
     def _supported(self, numbers: list[int]) -> list[int]:
         """Keep the changes all of whose needs are among them."""
         kept = [number for number in numbers if set(self._changes[number].needs) <= set(numbers)]
         return kept if len(kept) == len(numbers) else self._supported(kept)
 
-    def _means(self) -> list[float]:
-        """Expected effects; of changes that are newer than the estimate, the prior's."""
+    def _estimates(self) -> list[tuple[float, float]]:
+        """Expected effects and their standard errors; of changes that are newer than the estimate, the prior's."""
         effects = self._effects
-        return [*map(float, effects.mean), *[effects.prior[0]] * (len(self._changes) - len(effects.mean))]
-
-    def _errors(self) -> list[float]:
-        """Standard errors of the effects; of changes that are newer than the estimate, the prior's spread."""
-        effects = self._effects
-        return [*map(float, effects.error), *[effects.prior[1]] * (len(self._changes) - len(effects.error))]
-
-    def _ratios(self) -> list[float]:
-        """Expected effects in their standard errors."""
-        return [mean / error for mean, error in zip(self._means(), self._errors(), strict=True)]
+        known = zip(map(float, effects.mean), map(float, effects.error), strict=True)
+        return [*known, *[effects.prior] * (len(self._changes) - len(effects.mean))]
 
     def _refit(self) -> None:
         """Estimate the effects anew once enough evidence has come in."""

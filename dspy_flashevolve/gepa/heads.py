@@ -30,7 +30,7 @@ from dspy_flashevolve.gepa.records import Child, Commit, Proposal, Screened, Val
 from dspy_flashevolve.gepa.repair import SPARE_CHARACTERS
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.settings import GepaSettings
-from dspy_flashevolve.modules.consolidate import Consolidation
+from dspy_flashevolve.modules.rewriting import Consolidation
 from dspy_flashevolve.observe.statistics import REFLECTION_STAGES
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.reflection import checked_texts
@@ -41,15 +41,7 @@ CONSOLIDATION = "consolidation"
 
 
 class Consolidations:
-    """Has heads written anew.
-
-    Args:
-        run: slots, journal.
-        pool: gepa's state.
-        credit: knows the changes in a head, and their effects.
-        calls: counts the requests.
-        settings: the LM that is asked, and how long texts may be.
-    """
+    """Has heads written anew by the reflection LM."""
 
     def __init__(
         self, run: DspyRun, pool: Pool, credit: Credit, calls: ReflectionCalls, settings: GepaSettings
@@ -61,46 +53,35 @@ class Consolidations:
         return not (self._calls.are_spent or self._credit.is_written_anew(texts))
 
     async def written(self, step: Step, head: Proposal, least_edits: int) -> Screened | None:
-        """Let the reflection LM write anew the components of a head that have grown.
-
-        Args:
-            step: that pays the request.
-            head: what was composed.
-            least_edits: a text with fewer is left as it is.
+        """Let the reflection LM write anew the components of a head that have grown, and have so many edits.
 
         Returns:
             The new candidate; None where there is nothing to write anew, and where no reply came or one that is of no
             use: it changes nothing, is a candidate of the pool already, or is much longer than all that it was made of.
         """
-        texts = head.candidate
+        texts, settings = head.candidate, self._settings
         effects = await self._pool.write(self._credit.effects_in_grown, texts, least_edits)
         if not effects or self._calls.are_spent:
             return None
         await self._pool.write(self._credit.mark_written_anew, texts)
         inputs: dict[str, dict[str, Any]] = {"texts": {name: texts[name] for name in effects}, "effects": effects}
         record = ReplyText(hash_of({"consolidate": json.dumps(inputs["texts"], sort_keys=True)}))
-        lm = self._settings.reflection_lm
         try:
             asked = await self._run.call_module(
-                "integrate", step, Consolidation(), inputs, lm=lm, read=_clean_texts, record=record
-            )
+                "integrate", step, Consolidation(), inputs, lm=settings.reflection_lm,
+                read=lambda answer: checked_texts(dict(answer.texts)), record=record,
+            )  # fmt: skip
         except RolloutUnresolvedError:
             return None
         self._calls.record_reflections(asked.calls)
         clean = {**texts, **(asked.answer or {})}
-        most, each = self._settings.workflow.max_candidate_characters, self._settings.max_text_characters
-        if is_too_long(clean, most, each, texts) or any(
-            len(clean[name]) > len(texts[name]) + SPARE_CHARACTERS for name in effects
-        ):
+        limits = settings.workflow.max_candidate_characters, settings.max_text_characters
+        has_strayed = any(len(clean[name]) > len(texts[name]) + SPARE_CHARACTERS for name in effects)
+        if has_strayed or is_too_long(clean, *limits, texts) or clean == texts:
             return None
-        if clean == texts or await self._pool.write(lambda: clean in self._pool.state.program_candidates):
+        if await self._pool.write(lambda: clean in self._pool.state.program_candidates):
             return None
         return Screened(replace(head, candidate=clean, tag=CONSOLIDATION))
-
-
-def _clean_texts(answer: Any) -> dict[str, str]:
-    """Read the texts that a consolidation wrote."""
-    return checked_texts(dict(answer.texts))
 
 
 DOUBTED, PATIENCE, ALONE_EVERY = 0.5, 8, 3
@@ -175,8 +156,7 @@ class ValidationTime:
 
     @property
     def expected(self) -> float:
-        """Seconds that a validation takes: as the last ones did, and not less than its rollouts in all slots; those of
-        a session before took another time, and a cache's none."""
+        """Seconds that a validation takes: the median of the last ones, and not less than its rollouts in all slots."""
         (spent, seconds), slots = self._seeded_at, self._run.scheduler.limit
         per_call = (self._slot_seconds() - seconds) / max(1, self._run.budget.spent - spent)
         median = median_low(self._durations) if self._durations else 0.0
@@ -206,8 +186,6 @@ class Heads:
     Methods that say so run in the pool's writer; the others, and all moves of :attr:`phase`, on the loop.
 
     Args:
-        run: clock, budget, journal.
-        pool: gepa's state.
         credit: composes heads; None where each child stands for itself.
         selection: is told of steps that select nothing.
         calls: counts consolidations.
@@ -329,11 +307,7 @@ class Heads:
             self.phase = phase
 
     async def look_for_perfect(self, highest: float) -> None:
-        """End the search where the best candidate cannot be beaten.
-
-        Args:
-            highest: the best score that an example can have.
-        """
+        """End the search where the best candidate has ``highest``, the best possible score, on every example."""
         if self._ends_with_perfect and await self._pool.write(self._pool.is_perfect, highest):
             self._move(Phase.PERFECT)
             await self.refresh()
@@ -357,10 +331,8 @@ class Heads:
         self._pending = await self._pool.write(self._last)
 
     async def take(self, step: Step) -> Given | None:
-        """Find what a step validates without having made it; None for a step that searches.
-
-        It is the last head, the next candidate to begin from or, where the step runs again, what it was about to
-        validate.
+        """Find what a step validates without having made it: the last head, the next candidate to begin from or, where
+        the step runs again, what it was about to validate. None for a step that searches.
 
         Raises:
             StepEnded: the last head is worth no validation any more.
@@ -376,9 +348,7 @@ class Heads:
     async def due(self, step: Step, pays: bool) -> Given | None:
         """Find the head, where it is worth a validation by a step that has found nothing else; else None.
 
-        Args:
-            step: that validates it.
-            pays: whether the metric calls pay one beside the last.
+        ``pays``: the metric calls pay one beside the last.
         """
         is_timed = self._is_timed
         if self.phase in (Phase.TIME_SPENT, Phase.PERFECT) or not (pays or is_timed):
@@ -415,12 +385,8 @@ class Heads:
         return self._to_validate(step, given.candidate, parent, "head", given.is_last)
 
     def _due(self, least: float, is_pressing: bool = False) -> Head | None:
-        """Compose the head; None where it is worth no validation.
-
-        Args:
-            least: what it has to gain, as a share of the range of scores.
-            is_pressing: whatever share of the metric calls validations have had.
-        """
+        """Compose the head; None where it gains no more than ``least``, a share of the range of scores, or validations
+        have had their share of the metric calls, unless it ``is_pressing``."""
         credit, pool = self._credit, self._pool
         if credit is None or not pool.seed_confirmed or not (is_pressing or self.may_validate):
             return None
@@ -488,17 +454,11 @@ class Heads:
             self.keep_credit()
 
     async def consolidated(self, step: Step, heads: list[Screened], given: Given) -> list[Screened]:
-        """Let the reflection LM write a head anew that has grown.
+        """Let the reflection LM write a head anew that has grown, and return what is to be validated.
 
-        Before the last validation the new text stands beside the head. Before, it takes the head's place; the new text
-        is what further edits are put on, if its validation is good enough.
-
-        Args:
-            heads: the head.
-            given: where it comes from.
-
-        Returns:
-            What is to be validated; nothing where the text is validated already, and no new one came of it.
+        In the last validation the new text stands beside the head; before, it takes the head's place, and further edits
+        are put on it, if its validation is good enough. Nothing is returned where the text is validated already, and no
+        new one came of it.
         """
         is_last, head = given.is_last, heads[0].proposal.candidate
         left = [] if await self._pool.write(lambda: head in self._pool.state.program_candidates) else heads
@@ -538,15 +498,14 @@ class Heads:
     def record_children(self, step: Step, children: Sequence[Child]) -> None:
         """Take note of how a step's children were written."""
         if self._credit is not None:
-            new = [child for child in children if child.candidate != child.source]
-            self._credit.record_children(step.number, [child.is_whole for child in new])
+            are_whole = [child.is_whole for child in children if child.candidate != child.source]
+            self._credit.record_children(step.number, are_whole)
             self.keep_credit()
 
     def learn(self, commits: Sequence[Commit], clean: Collection[int] = ()) -> None:
         """Put changes on the best candidate there is: the head that was validated, or one that beats it.
 
-        Args:
-            clean: indices of the candidates that are heads written anew.
+        ``clean``: indices of the candidates that are heads written anew.
         """
         credit, pool = self._credit, self._pool
         if credit is None:

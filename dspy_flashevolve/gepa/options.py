@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import random
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -38,13 +36,10 @@ from gepa.strategies.proposal_selection import AllImprovements
 from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper, NoImprovementStopper
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.gepa.reports import Tracker
 from dspy_flashevolve.gepa.settings import GepaSettings
-from dspy_flashevolve.gepa.tracker import Tracker
 from dspy_flashevolve.programs.building import StudentAdapter
 
-gepa_logger = logger_named("dspy.teleprompt.gepa.gepa")
-"""dspy.GEPA's: what the run says, and what each iteration does."""
 REFUSED = {
     "seed_candidate": "it is read from the student that compile() gets",
     "trainset": "pass it to compile()",
@@ -129,7 +124,15 @@ def check_options(settings: GepaSettings) -> None:
         raise ConfigurationError(
             f"frontier_type is {settings.frontier_type!r}, expected one of {', '.join(FRONTIERS)}."
         )
-    _check_minibatches(settings)
+    size = settings.reflection_minibatch_size
+    if settings.gepa_kwargs.get("batch_sampler", "epoch_shuffled") != "epoch_shuffled":
+        if size is not None:
+            raise ConfigurationError(
+                f"reflection_minibatch_size is {size} and gepa_kwargs has a batch_sampler of its own, which decides "
+                "the size: pass reflection_minibatch_size=None."
+            )
+    elif size is not None and size < 1:
+        raise ConfigurationError(f"reflection_minibatch_size is {size}, expected at least 1.")
     if settings.skip_perfect_score and settings.perfect_score is None:
         raise ConfigurationError(
             "perfect_score is None while skip_perfect_score is True: give a score, or set it False."
@@ -154,18 +157,6 @@ def _check_choice(name: str, given: Any, protocol: type | None) -> None:
     elif not (callable(given) if protocol is None else isinstance(given, protocol)):
         kind = "a callable" if protocol is None else f"a {protocol.__name__}"
         raise ConfigurationError(f"{name} is {given!r}, expected one of {names}, or {kind}.")
-
-
-def _check_minibatches(settings: GepaSettings) -> None:
-    size = settings.reflection_minibatch_size
-    if settings.gepa_kwargs.get("batch_sampler", "epoch_shuffled") != "epoch_shuffled":
-        if size is not None:
-            raise ConfigurationError(
-                f"reflection_minibatch_size is {size} and gepa_kwargs has a batch_sampler of its own, which decides "
-                "the size: pass reflection_minibatch_size=None."
-            )
-    elif size is not None and size < 1:
-        raise ConfigurationError(f"reflection_minibatch_size is {size}, expected at least 1.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,57 +194,6 @@ def has_foreign(parts: Parts) -> bool:
     gepa's do without the seed's scores while the seed is the only candidate.
     """
     return any(not type(getattr(parts, name)).__module__.startswith("gepa.strategies.") for name in HOOKS)
-
-
-_ITERATION = re.compile(r"Iteration (\d+): ")
-_LONG = re.compile(
-    r": (Proposed new text|Individual valset scores|New valset pareto front scores|Updated valset pareto front) "
-)
-"""Lines with a whole prompt, or with scores of every example. The scores are in ``detailed_results``, too."""
-BASE = "Base program full valset score"
-"""gepa's words for the seed's validation."""
-
-
-class IterationLog:
-    """gepa's logger protocol for iterations that overlap: the lines of each are logged together, when it has ended.
-
-    Whole prompts, and scores of every example, go to the level DEBUG, since they hide all else. Iterations that have
-    ended before the seed is validated wait for its line, as in gepa, where it is the first. Runs in the pool's writer.
-    """
-
-    def __init__(self) -> None:
-        self._lines: dict[int, list[str]] = {}
-        self._ended: list[int] = []
-        """Iterations that wait for the seed's line."""
-        self._has_base = False
-
-    def log(self, message: str) -> None:
-        """See gepa's ``LoggerProtocol``."""
-        iteration = _ITERATION.match(message)
-        if iteration is None:
-            gepa_logger.debug(message)
-        elif BASE in message:
-            gepa_logger.info(message)
-            self._has_base = True
-        else:
-            self._lines.setdefault(int(iteration[1]), []).append(message)
-
-    def log_first(self, iteration: int, message: str) -> None:
-        """Put a line before the others of an iteration, which was known too late."""
-        self._lines.setdefault(iteration, []).insert(0, f"Iteration {iteration}: {message}")
-
-    def end(self, iteration: int) -> None:
-        """Log the lines of an iteration: it has ended."""
-        self._ended.append(iteration)
-        if self._has_base:
-            self.release()
-
-    def release(self) -> None:
-        """Log the lines of all iterations that have ended."""
-        for iteration in self._ended:
-            for line in self._lines.pop(iteration, []):
-                gepa_logger.log(logging.DEBUG if _LONG.search(line) else logging.INFO, line)
-        self._ended.clear()
 
 
 def build_parts(settings: GepaSettings, valset: DataLoader[Any, Any], logger: Any) -> Parts:
@@ -362,15 +302,9 @@ def _reason(stopper: Any) -> str:
 # Where the strategies stand, as JSON, so that a run can go on from there: what gepa's own checkpoint does not hold, the
 # sampler's epoch, the merges tried, and in lockstep the shared randomness. Strategies of the user's own begin anew.
 
-
-SAMPLER = {
-    "epoch": "epoch",
-    "trainset_size": "last_trainset_size",
-    "iteration": "_current_iteration",
-    "calls": "_calls_in_iteration",
-}
-MERGE = {"due": "merges_due", "tested": "total_merges_tested", "found_new": "last_iter_found_new_program"}
-"""Name in what is kept -> attribute of gepa's object."""
+SAMPLER = ("epoch", "last_trainset_size", "_current_iteration", "_calls_in_iteration")
+MERGE = ("merges_due", "total_merges_tested", "last_iter_found_new_program")
+"""Attributes of gepa's objects."""
 
 
 def strategies_of(
@@ -387,11 +321,10 @@ def strategies_of(
     kept: dict[str, Any] = {}
     sampler, merge = parts.batch_sampler, parts.merge
     if type(sampler) is EpochShuffledBatchSampler:
-        kept["sampler"] = {name: getattr(sampler, attribute) for name, attribute in SAMPLER.items()}
+        kept["sampler"] = {name: getattr(sampler, name) for name in SAMPLER}
         kept["sampler"]["shuffled_ids"] = [text_of(example) for example in sampler.shuffled_ids]
     if merge is not None:
-        kept["merge"] = {name: getattr(merge, attribute) for name, attribute in MERGE.items()}
-        kept["merge"]["performed"] = merge.merges_performed
+        kept["merge"] = {name: getattr(merge, name) for name in (*MERGE, "merges_performed")}
     if shared_randomness:
         kept["rng"] = parts.rng.getstate()
         kept["next_components"] = state.named_predictor_id_to_update_next_for_program_candidate
@@ -415,14 +348,14 @@ def restore_strategies(
         # An epoch that was laid out for another size of minibatches does not go on: a new one begins.
         is_laid_out = names and len(names) % sampler.minibatch_size == 0
         if is_laid_out and all(name in ids for name in names):
-            for name, attribute in SAMPLER.items():
-                setattr(sampler, attribute, there[name])
+            for name in SAMPLER:
+                setattr(sampler, name, there[name])
             sampler.shuffled_ids = [ids[name] for name in names]
             sampler.id_freqs = Counter(sampler.shuffled_ids)
     if merge is not None and (there := kept.get("merge")):
-        for name, attribute in MERGE.items():
-            setattr(merge, attribute, there[name])
-        first, second = there["performed"]
+        for name in MERGE:
+            setattr(merge, name, there[name])
+        first, second = there["merges_performed"]
         merge.merges_performed = ([_tuples(pair) for pair in first], [_tuples(pair) for pair in second])
     if "rng" in kept:
         turns: list[int] = kept["next_components"]

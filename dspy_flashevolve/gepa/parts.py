@@ -12,11 +12,6 @@ from functools import lru_cache
 WRAPPED = 60
 """A line of so many characters that does not end like a sentence is taken for hard-wrapped: the next one goes on."""
 
-REWORDED = 0.6
-"""Share of their words that two parts have in common, from which one is taken for the other in other words. Of later
-children by real reflection models .65, .63, .61 and .55 come apart with .5, .6, .7 and .8; below .6 other rules are
-taken for it."""
-
 FEW_WORDS = 3
 """Two parts of more words that say the same are never both in a text. "Answer briefly." may stand in two sections."""
 
@@ -139,12 +134,6 @@ def normal(part: str) -> str:
 @lru_cache(maxsize=2**14)
 def words_of(text: str) -> frozenset[str]:
     return frozenset(_WORD.findall(normal(text)))
-
-
-def likeness(part: Part, other: Part) -> float:
-    """Share of their words that two parts have in common, from 0 to 1 (the Dice coefficient)."""
-    mine, words = words_of(part.text), words_of(other.text)
-    return 2 * len(mine & words) / max(1, len(mine) + len(words))
 
 
 @lru_cache(maxsize=2**16)

@@ -155,12 +155,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def start(self) -> bool:
         """Begin the run; True when it goes on from a checkpoint, so that the seed is confirmed."""
-        config = {
-            "perfect_score": self.perfect_score,
-            "seed": self.seed,
-            "track_best_outputs": self.track_best_outputs,
-        }
-        self.reports.run_begins(self.seed_candidate, config)
+        names = ("perfect_score", "seed", "track_best_outputs")
+        self.reports.run_begins(self.seed_candidate, {name: getattr(self, name) for name in names})
         if self._checkpoint is None:
             return False
         self.confirm_seed(ValsetEvaluation[Any, Any]({}, {}, None))
@@ -278,7 +274,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """Write down where the strategies stand."""
         if self.journal is not None:
             self.journal.journal.set_state(
-                "strategies", strategies_of(self.parts, self.adapter, self.state, self.shares_randomness, id_text)
+                "gepa strategies", strategies_of(self.parts, self.adapter, self.state, self.shares_randomness, id_text)
             )
 
     # The parts of a step.
@@ -288,13 +284,12 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
         It orders validations: the child that is likely to be the next parent is validated first.
         """
-
-        def reach(proposal: Proposal) -> float:
+        reach: list[float] = []
+        for proposal in proposals:
             after, before = proposal.subsample_scores_after or [], proposal.subsample_scores_before or []
             parent = self.score_of(proposal.parent_program_ids[0]) if self.seed_confirmed else 0.0
-            return parent + (sum(after) - sum(before)) / max(1, len(after))
-
-        return max(map(reach, proposals))
+            reach.append(parent + (sum(after) - sum(before)) / max(1, len(after)))
+        return max(reach)
 
     def record_parents(self, step: Step, tasks: Sequence[Task], evaluations: Sequence[Batch]) -> None:
         """Take in what the parents scored on their minibatches."""
@@ -311,18 +306,13 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         )
         self.reports.parents_counted(step, first, self.seed_confirmed)
 
-    def nothing_in(self, evaluation: Batch) -> str | None:
-        """Why a parent's evaluation is not worth a reflection; None when it is."""
-        if not evaluation.trajectories:
-            return "no_trajectories"
-        perfect = self.perfect_score
-        if self.skips_perfect and perfect is not None and all(score >= perfect for score in evaluation.scores):
-            return "all_scores_perfect"
-        return None
-
     def nothing_to_improve(self, step: Step, task: Task, evaluation: Batch) -> str | None:
         """Why a parent's minibatch is not reflected on; None when it is."""
-        reason = self.nothing_in(evaluation)
+        perfect, reason = self.perfect_score if self.skips_perfect else None, None
+        if not evaluation.trajectories:
+            reason = "no_trajectories"
+        elif perfect is not None and all(score >= perfect for score in evaluation.scores):
+            reason = "all_scores_perfect"
         if reason is not None:
             self.reports.reflection_skipped(step, task, reason, evaluation.scores)
         return reason
@@ -355,7 +345,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def judge_children(self, step: Step, screened: Sequence[tuple[Child, Batch]]) -> list[tuple[Child, Proposal]]:
         """Let gepa choose among children with their screens; those that go on, with gepa's proposals for them."""
-        self.reports.children_evaluated(step, screened)
+        for child, batch in screened:
+            self.reports.child_evaluated(step, batch, [child.parent.task.parent_idx])
         self.count_calls()
         trace = self.log_entry(step)
         for child, batch in screened:
@@ -366,21 +357,12 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         trace["subsample_scores"], trace["new_subsample_scores"] = before, after
         self.reports.children_counted(step, before, after)
         children = {id(made := child.proposal(step, batch)): (child, made) for child, batch in screened}
-        chosen = self._choose(step, [proposal for _, proposal in children.values()])
-        return [children[id(proposal)] for proposal in chosen]  # a selection strategy may change the order
-
-    def _choose(self, step: Step, proposals: list[Proposal]) -> list[Proposal]:
-        """Ask the selection strategy, report what it left, and return what goes on.
-
-        gepa's engine does so and then evaluates, in one call: it is left where it would evaluate.
-        """
-        try:
+        proposals = [proposal for _, proposal in children.values()]
+        try:  # gepa's engine chooses, reports what it left, and then evaluates, in one call: it is left there
             with self.acting_for(step):
                 self._run_reflective_batch(proposals, self.state)
-        except Chosen as chosen:
-            return [
-                proposal for candidate in chosen.candidates for proposal in proposals if proposal.candidate is candidate
-            ]
+        except Chosen as chosen:  # a selection strategy may change the order
+            return [children[id(one)] for texts in chosen.candidates for one in proposals if one.candidate is texts]
         return []
 
     def _evaluate_programs_on_valset(self, programs: list[Candidate], state: State) -> Any:
@@ -436,10 +418,9 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             new_program_subsample_scores=scores,
         )
         self.count_calls()
-        self.reports.crossover_attempted(step, plan)
         sums = [sum(scores_of_parent) for scores_of_parent in plan.parent_scores]
+        self.reports.crossover_judged(step, plan, sum(scores), sums)
         if sum(scores) < max(sums):
-            self.reports.crossover_rejected(step, plan, sum(scores), sums)
             return None
         return CandidateProposal(
             candidate=plan.candidate,
@@ -511,9 +492,10 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def count_calls(self) -> None:
         """Bring gepa's count of metric calls to what was made by now."""
-        if (calls := self._uncounted()) > 0:
+        if (calls := self._uncounted) > 0:
             self.state.increment_evals(calls)
 
+    @property
     def _uncounted(self) -> int:
         return max(0, self._budget.spent - self.state.total_num_evals) if self.seed_confirmed else 0
 
@@ -525,7 +507,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
                 state=self.state,
                 parent_program_idx=proposal.parent_program_ids,
                 valset_evaluation=evaluation,
-                num_actual_evals=min(calls, self._uncounted()),
+                num_actual_evals=min(calls, self._uncounted),
             )
             self.write_best_outputs()
         score = self.val_evaluation_policy.get_valset_score
@@ -545,14 +527,9 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             parents = [parent for parent in state.parent_program_for_candidate[index] if parent is not None]
             parent = max(parents, key=self.score_of)
             texts, before = state.program_candidates[index], state.program_candidates[parent]
-            names = [name for name in texts if texts[name] != before[name]]
-            commits.append(
-                PastCommit(
-                    {name: texts[name] for name in names},
-                    {name: before[name] for name in names},
-                    self.score_of(index) - self.score_of(parent),
-                )
-            )
+            new = {name: text for name, text in texts.items() if text != before[name]}
+            gain = self.score_of(index) - self.score_of(parent)
+            commits.append(PastCommit(new, {name: before[name] for name in new}, gain))
         return commits
 
     def reject(self, step: Step, proposal: Proposal, reason: str | None = None) -> None:
@@ -561,11 +538,9 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def give_up(self, step: Step, proposal: Proposal, scores: list[float], examples: int) -> None:
         """Report a proposal that could not pass its screen any more, with the scores so far; none is stored."""
-        self.reports.screen_given_up(step, scored(scores), proposal.parent_program_ids)
-        proposal = replace(proposal, subsample_scores_after=scores)
-        self.reject(
-            step, proposal, reason=f"it cannot pass its screen any more, after {len(scores)} of {examples} examples"
-        )
+        self.reports.child_evaluated(step, scored(scores), proposal.parent_program_ids)
+        reason = f"it cannot pass its screen any more, after {len(scores)} of {examples} examples"
+        self.reject(step, replace(proposal, subsample_scores_after=scores), reason)
 
     def score_of(self, candidate: int) -> float:
         """A candidate's aggregate validation score."""
@@ -693,8 +668,7 @@ def _generations(parents: list[list[int | None]]) -> list[int]:
     """Count, for each candidate, the steps from the seed along the longest line of parents."""
     steps: list[int] = []
     for line in parents:
-        known = [steps[parent] for parent in line if parent is not None]
-        steps.append(1 + max(known) if known else 0)
+        steps.append(max((1 + steps[parent] for parent in line if parent is not None), default=0))
     return steps
 
 
@@ -717,13 +691,7 @@ def write_commits(
     """
     for offset, (candidate, parents, evaluation) in enumerate(work):
         objectives = evaluation.objective_scores_by_val_id
-        journal.record_commit(
-            step,
-            first + offset,
-            version + offset + 1,
-            candidate,
-            parents,
-            {id_text(i): score for i, score in evaluation.scores_by_val_id.items()},
-            more=None if objectives is None else {id_text(i): dict(o) for i, o in objectives.items()},
-        )
+        more = None if objectives is None else {id_text(i): dict(scores) for i, scores in objectives.items()}
+        scores = {id_text(i): score for i, score in evaluation.scores_by_val_id.items()}
+        journal.record_commit(step, first + offset, version + offset + 1, candidate, parents, scores, more=more)
     journal.journal.flush_blocking()

@@ -26,9 +26,9 @@ from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
-from dspy_flashevolve.gepa.records import Base, Candidate, Child
+from dspy_flashevolve.gepa.records import Base, Child
 from dspy_flashevolve.gepa.settings import GepaSettings
-from dspy_flashevolve.modules.integrate import VERDICTS, ChildVerdict
+from dspy_flashevolve.modules.rewriting import VERDICTS, ChildVerdict
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.reflection import checked_texts
 from dspy_flashevolve.programs.run import DspyRun
@@ -96,7 +96,13 @@ class Repairs:
         Raises:
             StepEnded: each of them is subsumed by what was committed meanwhile, or in conflict with it.
         """
-        base, version, commits = await self._pool.write(self._meanwhile, step.version)
+        pool = self._pool
+
+        def read_pool() -> tuple[Base, int, list[PastCommit]]:
+            best = pool.best_index
+            return Base(best, pool.state.program_candidates[best]), pool.version, pool.commits_since(step.version)
+
+        base, version, commits = await pool.write(read_pool)
         outcomes = await gather([partial(self._repaired, step, child, base, version, commits) for child in children])
         kept = [outcome for outcome in outcomes if isinstance(outcome, Child)]
         if not kept:
@@ -107,21 +113,18 @@ class Repairs:
             step.record_version(version)  # they have read what was committed until then
         return kept
 
-    def _meanwhile(self, version: int) -> tuple[Base, int, list[PastCommit]]:
-        """Read the pool's best candidate, its version, and what was committed after ``version``. In its writer."""
-        pool = self._pool
-        best = pool.best_index
-        return Base(best, pool.state.program_candidates[best]), pool.version, pool.commits_since(version)
-
     async def _repaired(
         self, step: Step, child: Child, base: Base, version: int, commits: list[PastCommit]
     ) -> Child | Discard:
-        stale, position = stale_child(child, version - step.version), str(child.parent.index)
-        if not stale.texts or not (self._is_paid(step, position) or self._may_ask):
+        stale, is_spent = (
+            stale_child(child, version - step.version),
+            self._misses >= MOST_MISSES or self._calls.are_spent,
+        )
+        if not stale.texts or (is_spent and not self.are_paid(step, [child])):
             return child
         is_answered = True
         try:
-            repair = await self._asked(step, position, base, stale, commits)
+            repair = await self._ask(step, child, base, stale, commits)
         except RolloutUnresolvedError as error:
             repair, is_answered = Repair(base=base.index, failed=str(error)), False
         if repair.base != base.index:  # an interrupted run has it of a candidate that was the best then
@@ -129,8 +132,7 @@ class Repairs:
         outcome = outcome_of(repair, stale, base.texts)
         if isinstance(outcome, dict):
             patched = Child(child.parent, outcome, child.feedback, base)
-            problem = await self._pool.write(self._problem_of, patched)
-            outcome = problem or patched
+            outcome = await self._pool.write(self._problem_of, patched) or patched
         failed = outcome if isinstance(outcome, str) else ""
         verdicts = tuple((step.number, verdict.verdict, verdict.reason) for verdict in repair.verdicts)
         self._run.bus.emit(Integrated(self._run.clock(), step.number, base.index, (step.number,), verdicts, failed))
@@ -140,38 +142,25 @@ class Repairs:
 
     def are_paid(self, step: Step, children: Sequence[Child]) -> bool:
         """Whether an interrupted run had a repair of one of these children."""
-        return any(self._is_paid(step, str(child.parent.index)) for child in children)
-
-    def _is_paid(self, step: Step, position: str) -> bool:
-        """Whether an interrupted run had this repair."""
         journal = self._run.journal if step.recorded is not None else None
-        return journal is not None and journal.find_reply(step.number, "integrate", position) is not None
+        if journal is None:
+            return False
+        positions = [str(child.parent.index) for child in children]
+        return any(journal.find_reply(step.number, "integrate", position) is not None for position in positions)
 
-    @property
-    def _may_ask(self) -> bool:
-        """Whether another repair may be asked for: the run's limits allow it, and repairs are of use."""
-        return self._misses < MOST_MISSES and not self._calls.are_spent
-
-    async def _asked(
-        self, step: Step, position: str, base: Base, child: StaleChild, commits: list[PastCommit]
-    ) -> Repair:
+    async def _ask(self, step: Step, child: Child, base: Base, stale: StaleChild, commits: list[PastCommit]) -> Repair:
         """Ask for a repair; one that an interrupted run has paid for is read again, with what it stands on.
 
         Raises:
             RolloutUnresolvedError: nobody answers.
         """
         inputs = {
-            "head": dict(base.texts), "children": [child], "commits": commits, "code_components": self._code,
+            "head": dict(base.texts), "children": [stale], "commits": commits, "code_components": self._code,
         }  # fmt: skip
         asked = await self._run.call_module(
-            "integrate",
-            step,
-            self._module,
-            inputs,
-            lm=self._settings.reflection_lm,
-            read=lambda answer: read_answer(answer, child, base.index),
-            record=ReplyText(position),
-        )
+            "integrate", step, self._module, inputs, lm=self._settings.reflection_lm,
+            read=lambda answer: read_answer(answer, stale, base.index), record=ReplyText(str(child.parent.index)),
+        )  # fmt: skip
         self._calls.record_integrations(asked.calls)
         return asked.answer or Repair(base=base.index, failed=asked.spent.error or "no answer")
 
@@ -181,11 +170,8 @@ class Repairs:
         as_written = {name: text for name, text in candidate.items() if name not in child.texts or name in self._code}
         if is_too_long(candidate, workflow.max_candidate_characters, self._settings.max_text_characters, as_written):
             return "the patched text is longer than a text may be"
-        return KNOWN if self._is_known(candidate) else ""
-
-    def _is_known(self, candidate: Candidate) -> bool:
-        waiting = (entry.candidate for entry in self._pool.speculative.entries)
-        return any(candidate == other for other in (*self._pool.state.program_candidates, *waiting))
+        waiting = [entry.candidate for entry in self._pool.speculative.entries]
+        return KNOWN if candidate in [*self._pool.state.program_candidates, *waiting] else ""
 
     def record_screen(self, passed: bool) -> None:
         """Take note of whether a patched child is better than what it was patched onto."""
@@ -195,7 +181,6 @@ class Repairs:
             self._count_miss()
 
     def _count_miss(self) -> None:
-        """Count one more repair in a row that was of no use."""
         self._misses += 1
         if self._misses == MOST_MISSES:
             logger.warning(
@@ -224,20 +209,18 @@ def outcome_of(repair: Repair, child: StaleChild, head: Texts) -> Texts | Discar
     texts = {name: text for name, text in repair.texts.items() if text.strip() != head[name].strip()}
     if verdicts == {"subsumed"}:
         return Discard("subsumed by what was committed meanwhile")
+    most = {name: SPARE_CHARACTERS + len(head[name]) + len(child.texts.get(name, "")) for name in texts}
+    if any(len(text) > most[name] for name, text in texts.items()):
+        return "the patched text is longer than all that it was made from"
     if texts:
-        return "the patched text is longer than all that it was made from" if too_long(texts, head, child) else texts
+        return texts
     if verdicts and "orthogonal" not in verdicts:
         return Discard("in conflict with what was committed meanwhile")
     return "the reply changes nothing, and does not say that there is nothing to change"
 
 
 def read_answer(answer: Any, child: StaleChild, base: int) -> Repair:
-    """Read a module's answer; a component whose text could not be read is left as it is.
-
-    Args:
-        child: that it was asked about.
-        base: index in the pool of the candidate that it was shown.
-    """
+    """Read a module's answer about a child; ``base`` is the index in the pool of the candidate that it was shown."""
     texts = {name: str(text) for name, text in dict(answer.texts).items() if name in child.texts and text}
     verdicts = [
         ChildVerdict(child=verdict.child, verdict=verdict.verdict, reason=str(verdict.reason))
@@ -250,11 +233,7 @@ def read_answer(answer: Any, child: StaleChild, base: int) -> Repair:
 
 
 def stale_child(child: Child, behind: int) -> StaleChild:
-    """Describe a child to whoever repairs it.
-
-    Args:
-        behind: commits that it has not seen.
-    """
+    """Describe a child that is ``behind`` so many commits to whoever repairs it."""
     names = [name for name, text in child.candidate.items() if text != child.source[name]]
     scores = child.parent.evaluation.scores
     return StaleChild(
@@ -265,9 +244,3 @@ def stale_child(child: Child, behind: int) -> StaleChild:
         feedback=child.feedback,
         behind=behind,
     )
-
-
-def too_long(texts: Texts, head: Texts, child: StaleChild) -> bool:
-    """Say whether a text exceeds the head's and the child's together by more than :data:`SPARE_CHARACTERS`."""
-    most = {name: SPARE_CHARACTERS + len(head[name]) + len(child.texts.get(name, "")) for name in texts}
-    return any(len(text) > most[name] for name, text in texts.items())

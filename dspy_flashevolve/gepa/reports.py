@@ -2,23 +2,84 @@
 
 Names, order and contents are those of gepa 0.1.4 (``ReflectiveMutationProposer.propose``, ``MergeProposer.propose``,
 ``GEPAEngine``); the iteration is the step's, so that steps may overlap. What gepa's own code tells when it adds or
-rejects a candidate is left to it (pool.py).
+rejects a candidate is left to it (pool.py). Trackers are told from a thread of their own, in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from typing import Any, Literal
 
 from gepa.core.callbacks import notify_callbacks
 from gepa.core.data_loader import DataLoader
 from gepa.core.state import GEPAState
+from gepa.logging.experiment_tracker import ExperimentTracker
 
 from dspy_flashevolve.engine.steps import Step
-from dspy_flashevolve.gepa.options import BASE, IterationLog
+from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.records import Batch, Candidate, Child, Commit, Crossover, Proposal, Task
+from dspy_flashevolve.gepa.settings import GepaSettings
+from dspy_flashevolve.observe.history import read
+from dspy_flashevolve.observe.report import report
+from dspy_flashevolve.observe.statistics import REFLECTION_STAGES, RunStats
 
 State = GEPAState[Any, Any]
+logger = logger_named(__name__)
+gepa_logger = logger_named("dspy.teleprompt.gepa.gepa")
+"""dspy.GEPA's: what the run says, and what each iteration does."""
+_ITERATION = re.compile(r"Iteration (\d+): ")
+_LONG = re.compile(
+    r": (Proposed new text|Individual valset scores|New valset pareto front scores|Updated valset pareto front) "
+)
+"""Lines with a whole prompt, or with scores of every example. The scores are in ``detailed_results``, too."""
+BASE = "Base program full valset score"
+"""gepa's words for the seed's validation."""
+
+
+class IterationLog:
+    """gepa's logger protocol for iterations that overlap: the lines of each are logged together, when it has ended.
+
+    Whole prompts, and scores of every example, go to the level DEBUG, since they hide all else. Iterations that have
+    ended before the seed is validated wait for its line, as in gepa, where it is the first. Runs in the pool's writer.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[int, list[str]] = {}
+        self._ended: list[int] = []
+        """Iterations that wait for the seed's line."""
+        self._has_base = False
+
+    def log(self, message: str) -> None:
+        """See gepa's ``LoggerProtocol``."""
+        iteration = _ITERATION.match(message)
+        if iteration is None:
+            gepa_logger.debug(message)
+        elif BASE in message:
+            gepa_logger.info(message)
+            self._has_base = True
+        else:
+            self._lines.setdefault(int(iteration[1]), []).append(message)
+
+    def log_first(self, iteration: int, message: str) -> None:
+        """Put a line before the others of an iteration, which was known too late."""
+        self._lines.setdefault(iteration, []).insert(0, f"Iteration {iteration}: {message}")
+
+    def end(self, iteration: int) -> None:
+        """Log the lines of an iteration: it has ended."""
+        self._ended.append(iteration)
+        if self._has_base:
+            self.release()
+
+    def release(self) -> None:
+        """Log the lines of all iterations that have ended."""
+        for iteration in self._ended:
+            for line in self._lines.pop(iteration, []):
+                gepa_logger.log(logging.DEBUG if _LONG.search(line) else logging.INFO, line)
+        self._ended.clear()
 
 
 def score_of(state: State, candidate: int) -> float:
@@ -55,11 +116,17 @@ class Reports:
         self._early: dict[int, int] = {}
         """Step that selected before the seed was validated -> the candidate, whose score its log line waits for."""
 
-    def _notify(self, method: str, **event: Any) -> None:
+    def _notify(self, method: str, iteration: int | None = None, **event: Any) -> None:
+        """Tell gepa's callbacks of an event of an iteration; None where the event has none."""
+        if iteration is not None:
+            event = {"iteration": iteration, **event}
         notify_callbacks(self._callbacks, method, event)
 
     def _log(self, step: Step, message: str) -> None:
         self._logger.log(f"Iteration {step.number + 1}: {message}")
+
+    def _track(self, step: Step, **figures: Any) -> None:
+        self._tracker.log_metrics({**figures, "total_metric_calls": self._state.total_num_evals}, step=step.number + 1)
 
     # The run.
 
@@ -70,7 +137,7 @@ class Reports:
 
     def seed_validated(self, config: Mapping[str, Any]) -> None:
         """The seed is validated, or a checkpoint's candidates are loaded (gepa 0.1.4, ``GEPAEngine.run``)."""
-        state, tracker = self._state, self._tracker
+        state, tracker, valset_size = self._state, self._tracker, len(self._valset)
         average, coverage = state.get_program_average_val_subset(0)
         front = list(state.pareto_front_valset.values())
         tracker.log_config(config)
@@ -79,7 +146,7 @@ class Reports:
                 "val_program_average": average,
                 "best_score_on_valset": average,
                 "val_evaluated_count_new_program": coverage,
-                "val_total_count": len(self._valset),
+                "val_total_count": valset_size,
                 "total_metric_calls": state.total_num_evals,
                 "valset_pareto_front_agg": sum(front) / len(front) if front else average,
                 "new_program_idx": 0,
@@ -89,20 +156,13 @@ class Reports:
             step=0,
         )
         iteration = 0 if self._begun else state.i + 1  # steps may have begun before the seed was validated
-        self._logger.log(f"Iteration {iteration}: {BASE}: {average} over {coverage} / {len(self._valset)} examples")
+        self._logger.log(f"Iteration {iteration}: {BASE}: {average} over {coverage} / {valset_size} examples")
         self._notify(
-            "on_valset_evaluated",
-            iteration=0,
-            candidate_idx=0,
-            candidate=state.program_candidates[0],
-            scores_by_val_id=dict(state.prog_candidate_val_subscores[0]),
-            average_score=average,
-            num_examples_evaluated=coverage,
-            total_valset_size=len(self._valset),
-            parent_ids=[],
-            is_best_program=True,
+            "on_valset_evaluated", 0, candidate_idx=0, candidate=state.program_candidates[0],
+            scores_by_val_id=dict(state.prog_candidate_val_subscores[0]), average_score=average,
+            num_examples_evaluated=coverage, total_valset_size=valset_size, parent_ids=[], is_best_program=True,
             outputs_by_val_id=None,
-        )
+        )  # fmt: skip
         if isinstance(self._logger, IterationLog):
             for number, candidate in self._early.items():
                 score = score_of(state, candidate)
@@ -111,28 +171,20 @@ class Reports:
 
     def calls_counted(self, total: int, delta: int, left: int | None) -> None:
         """Metric calls were made: ``delta`` of them since the last time."""
-        self._notify(
-            "on_budget_updated",
-            iteration=self._state.i + 1,
-            metric_calls_used=total,
-            metric_calls_delta=delta,
-            metric_calls_remaining=left,
-        )
+        calls = {"metric_calls_used": total, "metric_calls_delta": delta, "metric_calls_remaining": left}
+        self._notify("on_budget_updated", self._state.i + 1, **calls)
 
     def checkpoint_saved(self, run_dir: str | None) -> None:
         """gepa's checkpoint is written."""
-        self._notify("on_state_saved", iteration=self._state.i + 1, run_dir=run_dir)
+        self._notify("on_state_saved", self._state.i + 1, run_dir=run_dir)
 
     def run_ended(self, best: int, best_score: float) -> None:
         """The run came to its end."""
         state = self._state
         self._notify(
-            "on_optimization_end",
-            best_candidate_idx=best,
-            total_iterations=state.i,
-            total_metric_calls=state.total_num_evals,
-            final_state=state,
-        )
+            "on_optimization_end", best_candidate_idx=best, total_iterations=state.i,
+            total_metric_calls=state.total_num_evals, final_state=state,
+        )  # fmt: skip
         seed, texts = state.program_candidates[0], state.program_candidates[best]
         summary: dict[str, Any] = {
             "best_candidate_idx": best,
@@ -147,14 +199,14 @@ class Reports:
 
     def run_failed(self, error: Exception) -> None:
         """An error ends the run."""
-        self._notify("on_error", iteration=self._state.i + 1, exception=error, will_continue=False)
+        self._notify("on_error", self._state.i + 1, exception=error, will_continue=False)
 
     # A step's beginning and end.
 
     def step_begins(self, step: Step) -> None:
         """A step begins with its selection."""
         self._begun.add(step.number)
-        self._notify("on_iteration_start", iteration=step.number + 1, state=self._state, trainset_loader=self._trainset)
+        self._notify("on_iteration_start", step.number + 1, state=self._state, trainset_loader=self._trainset)
 
     def step_ended(self, step: Step, accepted: bool, is_integrated: bool = False) -> None:
         """A step has ended; ``is_integrated``: its changes are in the text that is validated next."""
@@ -172,7 +224,7 @@ class Reports:
         self._begun.clear()
 
     def _iteration_ended(self, number: int, accepted: bool) -> None:
-        self._notify("on_iteration_end", iteration=number + 1, state=self._state, proposal_accepted=accepted)
+        self._notify("on_iteration_end", number + 1, state=self._state, proposal_accepted=accepted)
         if isinstance(self._logger, IterationLog):  # its lines had to wait for this
             self._logger.end(number + 1)
 
@@ -180,19 +232,11 @@ class Reports:
 
     def task_selected(self, step: Step, task: Task) -> None:
         """A parent and a minibatch are selected."""
-        self._notify(
-            "on_candidate_selected",
-            iteration=step.number + 1,
-            candidate_idx=task.parent_idx,
-            candidate=task.parent_candidate,
-            score=score_of(self._state, task.parent_idx),
-        )
-        self._notify(
-            "on_minibatch_sampled",
-            iteration=step.number + 1,
-            minibatch_ids=task.minibatch_ids,
-            trainset_size=len(self._trainset),
-        )
+        parent, iteration = task.parent_idx, step.number + 1
+        texts, score = task.parent_candidate, score_of(self._state, parent)
+        self._notify("on_candidate_selected", iteration, candidate_idx=parent, candidate=texts, score=score)
+        sizes = {"minibatch_ids": task.minibatch_ids, "trainset_size": len(self._trainset)}
+        self._notify("on_minibatch_sampled", iteration, **sizes)
 
     def parents_begin(self, step: Step, tasks: Sequence[Task]) -> None:
         """The parents are about to be evaluated."""
@@ -205,38 +249,24 @@ class Reports:
             self.evaluation_ended(step, batch, self._parents_of(task), task.parent_idx)
 
     def parents_counted(self, step: Step, task: Task, is_seed_scored: bool) -> None:
-        """The parents' metric calls are counted.
+        """The metric calls of the parents, the first of which ``task`` has, are counted.
 
-        Args:
-            task: the first one.
-            is_seed_scored: the parent has a score to show; else its log line waits for the seed's.
+        Where the seed has no score yet, the log line of the selection waits for it.
         """
         self._without_proposal.add(step.number)
         if is_seed_scored:
             self._log(step, f"Selected program {task.parent_idx} score: {score_of(self._state, task.parent_idx)}")
         else:
             self._early[step.number] = task.parent_idx
-        self._tracker.log_metrics(
-            {
-                "iteration": step.number + 1,
-                "selected_program_candidate": task.parent_idx,
-                "total_metric_calls": self._state.total_num_evals,
-            },
-            step=step.number + 1,
-        )
+        self._track(step, iteration=step.number + 1, selected_program_candidate=task.parent_idx)
 
     def reflection_skipped(self, step: Step, task: Task, reason: str, scores: list[float]) -> None:
         """A parent's minibatch is not reflected on."""
+        parent = task.parent_idx
         what = "No trajectories" if reason == "no_trajectories" else "All subsample scores perfect"
-        self._log(step, f"{what} for parent {task.parent_idx}. Skipping.")
-        self._notify(
-            "on_evaluation_skipped",
-            iteration=step.number + 1,
-            candidate_idx=task.parent_idx,
-            reason=reason,
-            scores=scores,
-            is_seed_candidate=task.parent_idx == 0,
-        )
+        self._log(step, f"{what} for parent {parent}. Skipping.")
+        skipped = {"candidate_idx": parent, "reason": reason, "scores": scores, "is_seed_candidate": parent == 0}
+        self._notify("on_evaluation_skipped", step.number + 1, **skipped)
 
     def _parents_of(self, task: Task) -> list[int]:
         parents = self._state.parent_program_for_candidate[task.parent_idx]
@@ -249,26 +279,14 @@ class Reports:
     ) -> None:
         """The reflective dataset is there."""
         records = {name: [dict(record) for record in rows] for name, rows in dataset.items()}
-        self._notify(
-            "on_reflective_dataset_built",
-            iteration=step.number + 1,
-            candidate_idx=task.parent_idx,
-            components=components,
-            dataset=records,
-        )
-        self._notify(
-            "on_proposal_start",
-            iteration=step.number + 1,
-            parent_candidate=task.parent_candidate,
-            components=components,
-            reflective_dataset=records,
-        )
+        built = {"candidate_idx": task.parent_idx, "components": components, "dataset": records}
+        self._notify("on_reflective_dataset_built", step.number + 1, **built)
+        asked = {"parent_candidate": task.parent_candidate, "components": components, "reflective_dataset": records}
+        self._notify("on_proposal_start", step.number + 1, **asked)
 
     def proposed(self, step: Step, texts: dict[str, str]) -> None:
         """The reflection has written new texts."""
-        self._notify(
-            "on_proposal_end", iteration=step.number + 1, new_instructions=texts, prompts={}, raw_lm_outputs={}
-        )
+        self._notify("on_proposal_end", step.number + 1, new_instructions=texts, prompts={}, raw_lm_outputs={})
         for name, text in texts.items():
             self._log(step, f"Proposed new text for {name}: {text}")
 
@@ -277,33 +295,16 @@ class Reports:
         for child in children:
             self.evaluation_begins(step, child.parent.task.minibatch, [child.parent.task.parent_idx])
 
-    def children_evaluated(self, step: Step, screened: Sequence[tuple[Child, Batch]]) -> None:
-        """The children are screened."""
-        self._without_proposal.discard(step.number)
-        for child, batch in screened:
-            self.evaluation_ended(step, batch, [child.parent.task.parent_idx])
-
-    def children_counted(self, step: Step, before: list[float], after: list[float]) -> None:
-        """The children's metric calls are counted.
-
-        Args:
-            before, after: scores of the first child's parent, and its own.
-        """
-        self._tracker.log_metrics(
-            {
-                "subsample_score": sum(before),
-                "new_subsample_score": sum(after),
-                "subsample/before": sum(before),
-                "subsample/after": sum(after),
-                "total_metric_calls": self._state.total_num_evals,
-            },
-            step=step.number + 1,
-        )
-
-    def screen_given_up(self, step: Step, batch: Batch, parents: list[int]) -> None:
-        """A child could not pass its screen any more."""
+    def child_evaluated(self, step: Step, batch: Batch, parents: list[int]) -> None:
+        """A child is screened, or could not pass its screen any more."""
         self._without_proposal.discard(step.number)
         self.evaluation_ended(step, batch, parents)
+
+    def children_counted(self, step: Step, before: list[float], after: list[float]) -> None:
+        """The children's metric calls are counted: scores of the first child's parent, and its own."""
+        old, new = sum(before), sum(after)
+        figures = {"subsample_score": old, "new_subsample_score": new, "subsample/before": old, "subsample/after": new}
+        self._track(step, **figures)
 
     # Crossovers.
 
@@ -311,22 +312,16 @@ class Reports:
         """A crossover is about to be screened."""
         self.evaluation_begins(step, self._valset.fetch(list(plan.ids)), list(plan.parents), traced=False)
 
-    def crossover_attempted(self, step: Step, plan: Crossover) -> None:
-        """A crossover is screened, and its metric calls are counted."""
-        self._notify(
-            "on_merge_attempted",
-            iteration=step.number + 1,
-            parent_ids=list(plan.parents),
-            merged_candidate=plan.candidate,
-        )
-
-    def crossover_rejected(self, step: Step, plan: Crossover, score: float, parent_scores: list[float]) -> None:
-        """A crossover is worse than the better of its parents."""
-        reason = f"Merged score {score} worse than both parents {parent_scores}"
-        self._log(
-            step, f"New program subsample score {score} is worse than both parents {parent_scores}, skipping merge"
-        )
-        self._notify("on_merge_rejected", iteration=step.number + 1, parent_ids=list(plan.parents), reason=reason)
+    def crossover_judged(self, step: Step, plan: Crossover, score: float, parent_scores: list[float]) -> None:
+        """A crossover is screened; it is rejected where it is worse than the better of its parents."""
+        parents = list(plan.parents)
+        self._notify("on_merge_attempted", step.number + 1, parent_ids=parents, merged_candidate=plan.candidate)
+        if score < max(parent_scores):
+            worse = f"worse than both parents {parent_scores}"
+            self._log(step, f"New program subsample score {score} is {worse}, skipping merge")
+            self._notify(
+                "on_merge_rejected", step.number + 1, parent_ids=parents, reason=f"Merged score {score} {worse}"
+            )
 
     # Candidates that come in.
 
@@ -340,9 +335,9 @@ class Reports:
         """A candidate is in the pool."""
         event = {"new_candidate_idx": commit.candidate, "parent_ids": proposal.parent_program_ids}
         if proposal.tag == "merge":
-            self._notify("on_merge_accepted", iteration=step.number + 1, **event)
+            self._notify("on_merge_accepted", step.number + 1, **event)
         score = sum(proposal.subsample_scores_after) if proposal.subsample_scores_after else commit.score
-        self._notify("on_candidate_accepted", iteration=step.number + 1, new_score=score, **event)
+        self._notify("on_candidate_accepted", step.number + 1, new_score=score, **event)
 
     # Any evaluation of a minibatch.
 
@@ -351,27 +346,106 @@ class Reports:
     ) -> None:
         """A candidate is about to be evaluated; ``index``: its place in gepa's pool, where it has one."""
         self._notify(
-            "on_evaluation_start",
-            iteration=step.number + 1,
-            candidate_idx=index,
-            batch_size=len(inputs),
-            capture_traces=traced,
-            parent_ids=parents,
-            inputs=inputs,
-            is_seed_candidate=index == 0,
-        )
+            "on_evaluation_start", step.number + 1, candidate_idx=index, batch_size=len(inputs), capture_traces=traced,
+            parent_ids=parents, inputs=inputs, is_seed_candidate=index == 0,
+        )  # fmt: skip
 
     def evaluation_ended(self, step: Step, batch: Batch, parents: list[int], index: int | None = None) -> None:
         """A candidate is evaluated."""
         self._notify(
-            "on_evaluation_end",
-            iteration=step.number + 1,
-            candidate_idx=index,
-            scores=batch.scores,
-            has_trajectories=bool(batch.trajectories),
-            parent_ids=parents,
-            outputs=batch.outputs,
-            trajectories=batch.trajectories,
-            objective_scores=batch.objective_scores,
-            is_seed_candidate=index == 0,
+            "on_evaluation_end", step.number + 1, candidate_idx=index, scores=batch.scores,
+            has_trajectories=bool(batch.trajectories), parent_ids=parents, outputs=batch.outputs,
+            trajectories=batch.trajectories, objective_scores=batch.objective_scores, is_seed_candidate=index == 0,
+        )  # fmt: skip
+
+
+def _sent(log: Callable[..., None]) -> Callable[..., None]:
+    """Leave a call to the tracker's thread; do nothing where no tracker is asked for."""
+
+    @wraps(log)
+    def send(self: Tracker, *args: Any, **kwargs: Any) -> None:
+        if self.thread is not None:
+            self.thread.submit(log, self, *args, **kwargs)
+
+    return send
+
+
+class Tracker(ExperimentTracker):
+    """Sends figures to wandb and mlflow as gepa does, from a thread of its own.
+
+    A tracking server may take a tenth of a second for each figure, and gepa sends them one by one: the run does not
+    wait for it, but for what is left at its end.
+
+    Args:
+        settings: what is tracked, and how.
+    """
+
+    def __init__(self, settings: GepaSettings) -> None:
+        passed_on = ("wandb_attach_existing", "mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_attach_existing")
+        more = settings.gepa_kwargs
+        prefix = more.get("tracking_key_prefix", "")
+        # wandb ignores a step that is below one that it was told before. Without a prefix the axis would be that of all
+        # figures of a run, those of the training loop that AsyncGEPA may be a part of included.
+        overlaps = not settings.is_lockstep and (prefix or not more.get("wandb_attach_existing"))
+        super().__init__(
+            use_wandb=settings.use_wandb,
+            wandb_api_key=settings.wandb_api_key,
+            wandb_init_kwargs=settings.wandb_init_kwargs,
+            use_mlflow=settings.use_mlflow,
+            key_prefix=prefix,
+            wandb_step_metric=f"{prefix}iteration" if overlaps else None,
+            **{name: more[name] for name in passed_on if name in more},
         )
+        self.thread: ThreadPoolExecutor | None = None
+        """None where no tracker is asked for, and before it begins."""
+
+    log_config = _sent(ExperimentTracker.log_config)
+    log_metrics = _sent(ExperimentTracker.log_metrics)
+    log_summary = _sent(ExperimentTracker.log_summary)
+    log_table = _sent(ExperimentTracker.log_table)
+    log_html = _sent(ExperimentTracker.log_html)
+
+    def __enter__(self) -> Tracker:
+        """Begin in the caller's thread: mlflow's active run belongs to it."""
+        super().__enter__()
+        if self.use_wandb or self.use_mlflow:
+            self.thread = ThreadPoolExecutor(1, "flashevolve-tracker", self._attach)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> Literal[False]:
+        """End after what was sent; where the run was cancelled, without what waits to be."""
+        if self.thread is not None:
+            self.thread.shutdown(cancel_futures=kind is not None and not issubclass(kind, Exception))
+        return super().__exit__(kind, *error)
+
+    def _attach(self) -> None:
+        """Make mlflow's active run the thread's, too, since gepa logs tables to the active run."""
+        if self._mlflow_run_id is not None:
+            import mlflow  # pyright: ignore[reportMissingImports]
+
+            mlflow.start_run(run_id=self._mlflow_run_id)
+
+    def log_report(self, run_dir: str | None) -> None:
+        """Send the report of `flashevolve report`, of a run with a directory. Call it in ``thread``."""
+        if run_dir is not None:
+            try:
+                ExperimentTracker.log_html(self, report(read(run_dir, replies=True)), "report")
+            except Exception as error:
+                logger.warning("The tracker gets no report of %s: %s", run_dir, error)
+
+
+def figures(stats: RunStats, busy: int, integrations: int) -> dict[str, float]:
+    """Sum up a run so far for trackers, beside gepa's figures: tokens, dollars, slots, repairs.
+
+    Args:
+        busy: slots in use now.
+        integrations: calls for repairs so far.
+    """
+    values: dict[str, float] = {"slots/busy": busy, "slots/limit": stats.slots, "integrations": integrations}
+    for role, reflects in (("task", False), ("reflection", True)):
+        stages = [stage for stage in stats.tokens_by_stage if (stage in REFLECTION_STAGES) == reflects]
+        values[f"tokens/{role}"] = sum(stats.tokens_by_stage[stage] for stage in stages)
+        dollars = [stats.dollars_by_stage[stage] for stage in stages]
+        if dollars and None not in dollars:  # else nobody was asked yet, or a price is not known
+            values[f"dollars/{role}"] = sum(filter(None, dollars))
+    return values

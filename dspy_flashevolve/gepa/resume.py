@@ -200,7 +200,7 @@ def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
             f"{journal.journal.directory / CHECKPOINT} is missing, but the journal beside it knows of candidates "
             "that were in it. Put it back, or give another log_dir."
         )
-    kept = journal.journal.get_state("strategies")
+    kept = journal.journal.get_state("gepa strategies")
     if kept is not None:
         restore_strategies(kept, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
     if seeded:

@@ -28,12 +28,11 @@ from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepE
 from dspy_flashevolve.gepa import resume
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit
-from dspy_flashevolve.gepa.edits import EditProposer
 from dspy_flashevolve.gepa.evaluate import Evaluations
 from dspy_flashevolve.gepa.heads import CONSOLIDATION, Given, Heads, Phase
-from dspy_flashevolve.gepa.options import gepa_logger, has_foreign
+from dspy_flashevolve.gepa.options import has_foreign
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.propose import Proposing, ReflectionCalls
+from dspy_flashevolve.gepa.propose import EditProposer, Proposing, ReflectionCalls
 from dspy_flashevolve.gepa.published import bound_stages
 from dspy_flashevolve.gepa.records import (
     Batch,
@@ -49,11 +48,10 @@ from dspy_flashevolve.gepa.records import (
     task_key,
 )
 from dspy_flashevolve.gepa.repair import Repairs
+from dspy_flashevolve.gepa.reports import figures, gepa_logger
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.settings import MINIBATCH, GepaSettings
 from dspy_flashevolve.gepa.spending import GENERATIONS, PERFECT, Screening, SearchWidth, Spending
-from dspy_flashevolve.gepa.tracker import figures
-from dspy_flashevolve.observe.statistics import ChangeRecord
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
 
@@ -127,34 +125,20 @@ class GepaLoop:
         self._seeded = anyio.Event()
 
     @property
-    def proposals(self) -> int:
-        """Children that the reflection LM wrote."""
-        return self._proposing.proposals
-
-    @property
-    def reflection_calls(self) -> int:
-        """Reflections and repairs asked for."""
-        return self._calls.total
-
-    @property
-    def integration_calls(self) -> int:
-        """LM calls of repairs."""
-        return self._calls.integrations
-
-    @property
     def discarded_share(self) -> float:
         """Of the children that the staleness policy looked at, the share that it or a repair discarded."""
         decisions = self._run.policy_decisions
         return (decisions["discard"] + self._repairs.dropped) / max(1, decisions.total())
 
-    @property
-    def why_grown(self) -> str:
-        """Why the best text has grown and was not written anew; empty where it has not grown."""
-        return self._heads.why_grown
-
-    def changes(self) -> list[ChangeRecord]:
-        """List what reflections added to the head, and what it is worth."""
-        return [] if self._credit is None else self._credit.records()
+    def statistics(self) -> dict[str, Any]:
+        """Return what :class:`AsyncStats` says of the loop: calls of the reflection LM, and what came of them."""
+        return {
+            "proposals": self._proposing.proposals,
+            "reflection_calls": self._calls.total,
+            "integration_calls": self._calls.integrations,
+            "changes": [] if self._credit is None else self._credit.records(),
+            "unconsolidated": self._heads.why_grown,
+        }
 
     async def evolve(self) -> None:
         """Run to the end; the pool holds the result.
@@ -361,21 +345,17 @@ class GepaLoop:
         may_join = self._credit is not None and step.recorded is None and not patched
         if may_join:
             await self._screening.wait_for_first()
-        is_counted = False
-        if may_join and not self._screening.is_needed(step.number):
+        is_counted = may_join and not self._screening.is_needed(step.number)
+        if is_counted:
             self._look(step, "after_screen", [child.base for child in children])
-            is_counted = True
             children = [child for child in children if not await pool.write(self._joins_head, step, child)]
             if not children:
                 raise StepEnded(EndKind.INTEGRATED, "its edits are in the head, as those of nearly all children before")
+        runs = [(child, child.candidate) for child in children] + [(child, child.source) for child in patched]
         calls = sum(
-            self._evaluations.unpaid(step, candidate, child.parent.task.minibatch_ids, train=True)
-            for child, candidate in [
-                *((child, child.candidate) for child in children), *((child, child.source) for child in patched)
-            ]
-        )  # fmt: skip
-        if not step.reservation.cover(calls):
-            raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
+            self._evaluations.unpaid(step, texts, child.parent.task.minibatch_ids, train=True) for child, texts in runs
+        )
+        self._cover_screen(step, calls)
         with self._screening.running():
             passed = await self._passed(step, children)
         self._look(step, "after_screen", [child.base for child, _ in passed], counts=not is_counted)
@@ -389,6 +369,10 @@ class GepaLoop:
                 raise StepEnded(EndKind.INTEGRATED, "its changes are in the head")
         step.record_version(step.version, await pool.write(pool.expected_score, [proposal for _, proposal in passed]))
         return [Screened(proposal, child.base) for child, proposal in passed]
+
+    def _cover_screen(self, step: Step, calls: int) -> None:
+        if not step.reservation.cover(calls):
+            raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
 
     async def _passed(self, step: Step, children: Sequence[Child]) -> list[tuple[Child, Proposal]]:
         """Run children on their parents' minibatches, and find those that gepa's criterion accepts.
@@ -462,8 +446,7 @@ class GepaLoop:
         await pool.write(pool.reports.crossover_begins, step, plan)
         lookup = await pool.write(pool.lookup, plan.candidate, plan.ids)
         calls = self._evaluations.unpaid(step, plan.candidate, lookup.missing, traced=False)
-        if not step.reservation.cover(calls):
-            raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
+        self._cover_screen(step, calls)
         fresh = await self._evaluations.validation("screen", step, plan.candidate, lookup.missing, traced=False)
         proposal = await pool.write(pool.judge_crossover, step, plan, lookup, fresh)
         if proposal is None:
@@ -577,7 +560,7 @@ class GepaLoop:
         run, tracker = self._run, self._pool.parts.tracker
         if tracker.thread is not None:
             busy = run.scheduler.statistics().busy
-            tracker.log_metrics({**figures(run.statistics(), busy, self.integration_calls), **more}, step=iteration)
+            tracker.log_metrics({**figures(run.statistics(), busy, self._calls.integrations), **more}, step=iteration)
 
     def _stop(self) -> None:
         """Stop the run, as one of gepa's or the user's stoppers says."""

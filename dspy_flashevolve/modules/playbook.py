@@ -11,8 +11,7 @@ from typing import Any
 import dspy
 from dspy.utils.exceptions import AdapterParseError
 
-from dspy_flashevolve.modules.integrate import ATTEMPTS, past_cache
-from dspy_flashevolve.modules.reading import asked, result_of
+from dspy_flashevolve.modules.reading import ATTEMPTS, asked, past_cache, result_of
 
 
 class ReflectOnSample(dspy.Signature):

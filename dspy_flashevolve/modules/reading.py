@@ -27,6 +27,8 @@ logger = logger_named(__name__)
 
 T = TypeVar("T")
 
+ATTEMPTS = 2
+"""A reply that cannot be read is asked for once more, as gepa asks for a reflection that raised."""
 MOST_CHARACTERS = 200_000
 """Characters of a reply, without its thoughts, that are read: some 50,000 tokens, more than LMs are asked for in one
 reply. A longer one repeats itself, and would be read on the event loop, where everything else waits for it."""
@@ -46,6 +48,11 @@ async def asked(predictor: Any, inputs: Mapping[str, Any], is_sync: bool, adapte
     """
     with dspy.context(adapter=_reading(adapter or dspy.settings.adapter or dspy.ChatAdapter())):
         return predictor(**inputs) if is_sync else await predictor.acall(**inputs)
+
+
+def past_cache(attempt: int) -> dict[str, Any]:
+    """Return what makes a second attempt pass dspy's cache, which would answer with the same reply."""
+    return {"config": {"rollout_id": attempt}} if attempt else {}
 
 
 def result_of(coroutine: Coroutine[Any, Any, T]) -> T:

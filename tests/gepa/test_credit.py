@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import tracemalloc
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -101,16 +100,6 @@ def test_effects_are_estimated_within_their_errors() -> None:
     assert math.sqrt(sum(one * one for one in off) / 120) < 1.2
 
 
-def test_more_rollouts_make_errors_smaller() -> None:
-    task, errors = Task([0.05] * 6), list[float]()
-    for number in range(6):
-        task.add(number)
-    for _ in range(3):
-        task.steps(60)
-        errors.append(sum(error for _, error in estimates(task).values()))
-    assert errors == sorted(errors, reverse=True)
-
-
 def test_examples_that_are_easy_are_not_taken_for_changes_that_help() -> None:
     """Each change is seen on examples of its own: a mean of scores would say that the first one is worth .8."""
     evidence = Evidence()
@@ -136,30 +125,6 @@ def test_harmful_changes_leave_the_head_and_the_others_stay() -> None:
     tried = [numbers_in(task.credit.variant(task.rng)) for _ in range(100)]
     assert sum(8 in one for one in tried) < 20, "what harms is hardly tried any more"
     assert sum(0 in one for one in tried) > 80, "and what helps is in nearly all"
-
-
-def test_the_gain_of_a_head_is_what_it_has_over_the_last_one_that_was_tried() -> None:
-    task = Task([0.1] * 3)
-    for number in range(3):
-        task.add(number)
-    head = task.credit.head()
-    assert head.gain == pytest.approx(sum(one.effect for one in task.credit.records()))
-    task.credit.mark_validating(0, head)
-    assert task.credit.head().gain == 0
-
-
-def test_a_head_that_was_not_validated_is_forgotten_alone_and_not_the_other_that_is_on_its_way() -> None:
-    task = Task([0.1] * 2)
-    task.add(0)
-    older = task.credit.head()
-    task.credit.mark_validating(3, older)
-    task.add(1)
-    newer = task.credit.head()
-    task.credit.mark_validating(4, newer)
-    task.credit.cancel_validation(3)
-    assert task.credit.head().gain == 0, "the newer one is still on its way"
-    task.credit.cancel_validation(4)
-    assert task.credit.head().gain == pytest.approx(sum(one.effect for one in task.credit.records()))
 
 
 @given(st.randoms(use_true_random=False), st.integers(0, 99))
@@ -234,15 +199,6 @@ def test_the_same_change_from_many_children_is_one_change() -> None:
     assert (one.step, one.component, one.part, one.replaces) == (0, "answer", "- rule 1", "")
 
 
-def test_a_child_of_a_variant_joins_the_changes_that_its_parent_has() -> None:
-    task = Task([0.1] * 3)
-    task.add(0)
-    task.add(1)
-    head = task.credit.head().candidate
-    assert take(task.credit, 2, head, add(rule(2)), scores={"0": 0.9})
-    assert numbers_in(task.credit.head().candidate) == {0, 1, 2}
-
-
 def test_standing_on_a_rewrite_forgets_the_changes_of_what_it_wrote_anew_and_keeps_the_others() -> None:
     seed = {"one": "Answer.", "two": "Check."}
     credit = Credit(seed, 1.0)
@@ -273,44 +229,6 @@ class Meanwhile(str):
         return super().__hash__()
 
 
-def test_edits_of_the_text_before_a_consolidation_go_to_their_places_in_the_new_one() -> None:
-    """Their child was on its way while the reflection LM wrote the text anew."""
-    grown = {"answer": "Answer the question.\n- Cough and fever: K10.\n- Itchy rash: K20."}
-    clean = {"answer": "# Task\nAnswer the question.\n\n# Classes\n- K10: cough, fever.\n- K20: itchy rash."}
-    credit = Credit(SEED, 1.0)
-    credit.stand_on(grown, 1)
-    credit.stand_on(clean, 2)
-    assert take(credit, 0, grown, add("- Rash on the legs: K20."))
-    assert take(credit, 1, grown, edit("replace", 1, "Answer the question with a code."))
-    assert take(credit, 2, grown, edit("remove", 2))
-    assert credit.head().candidate == {
-        "answer": "# Task\nAnswer the question with a code.\n\n# Classes\n- K20: itchy rash.\n- Rash on the legs: K20."
-    }
-
-
-def test_a_late_edit_of_a_numbered_list_takes_its_number() -> None:
-    grown = {"answer": "Answer.\n1. Coughs are K10.\n2. Broken legs are K30."}
-    clean = {"answer": "Answer with a code.\n1. K10: coughs.\n2. K30: broken legs."}
-    credit = Credit(SEED, 1.0)
-    credit.stand_on(grown, 1)
-    credit.stand_on(clean, 2)
-    assert take(credit, 0, grown, add("3. Itchy legs are K20."))
-    assert credit.head().candidate == {"answer": f"{clean['answer']}\n3. Itchy legs are K20."}
-
-
-def test_a_late_edit_of_what_a_change_put_in_is_a_rival_of_that_change() -> None:
-    base = {"answer": "Answer.", "check": "Check."}
-    before = {**base, "check": "Check.\n- Colours are given in hex code always."}
-    credit = Credit(base, 1.0)
-    assert take(credit, 0, base, add("- Colours are given in hex code always."), component="check")
-    assert credit.head().candidate == before
-    credit.stand_on({**base, "answer": "Say the answer."}, 1)
-    late = edit("replace", 2, "- Colours are given in RGB triples always.")
-    assert take(credit, 1, before, late, component="check")
-    head = credit.head().candidate["check"]
-    assert ("hex code" in head) != ("RGB" in head), "one of the two"
-
-
 def test_a_score_that_comes_in_while_changes_get_another_base_is_no_evidence_on_other_changes() -> None:
     """Rollouts end on the run's loop, the writer is another thread."""
     credit, rewritten = Credit(SEED, 1.0), {"answer": "Everything is different."}
@@ -321,16 +239,6 @@ def test_a_score_that_comes_in_while_changes_get_another_base_is_no_evidence_on_
     credit.record_score(name, "train", "0", 0.5)
     assert take(credit, 9, rewritten, add("- rule 9"), scores={str(number): 0.5 for number in range(30)})
     assert credit.head().candidate == {"answer": "Everything is different.\n- rule 9"}
-
-
-def test_a_validated_head_of_an_earlier_base_is_no_parent_of_what_stands_on_the_new_one() -> None:
-    credit = Credit(SEED, 1.0)
-    take(credit, 0, SEED, add(rule(0)))
-    head = credit.head()
-    credit.mark_validating(0, head)
-    credit.stand_on({"answer": "Everything is different."}, 4)
-    credit.set_parent(head.candidate, 5)
-    assert credit.parent == 4
 
 
 def test_what_is_kept_as_json_makes_the_same_head_again() -> None:
@@ -346,39 +254,7 @@ def test_what_is_kept_as_json_makes_the_same_head_again() -> None:
     assert [one.part for one in again.records()] == [one.part for one in task.credit.records()]
 
 
-def test_where_changes_stood_on_a_rewrite_the_seed_is_not_taken_for_it_by_a_run_that_goes_on() -> None:
-    credit, rewritten = Credit(SEED, 1.0), {"answer": "Everything is different."}
-    credit.stand_on(rewritten, 4)
-    again = Credit(SEED, 1.0)
-    again.restore(json.loads(json.dumps(credit.kept())), [])
-    assert again.is_made_of_changes(rewritten)
-    assert not again.is_made_of_changes(SEED), "its rollouts say nothing of the rewrite"
-
-
 # Evidence that is much, or says little, or is nonsense
-
-
-def test_memory_does_not_grow_with_examples_times_candidates() -> None:
-    rng, evidence = random.Random(0), Evidence()
-    for number in range(6000):
-        changes = frozenset(one for one in range(10) if number >> one & 1) | {10 + number % 3}
-        evidence.add(rng.randrange(3000), changes | {13 + number // 8 % 500}, rng.random())
-    tracemalloc.start()
-    evidence.effects(513, 1.0)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 8 * 6000 * 513 * 5, "bytes: some tables with a row a rollout, and a column a change"
-
-
-@pytest.mark.parametrize("scale", [2.0**-20, 128.0, 2.0**30])
-def test_estimates_grow_with_the_scale_of_scores(scale: float) -> None:
-    rng, first, second = random.Random(0), Evidence(), Evidence()
-    for _ in range(200):
-        row, changes = rng.randrange(9), frozenset(one for one in range(5) if rng.random() < 0.5)
-        score = 0.1 * len(changes) + rng.random()
-        first.add(row, changes, score)
-        second.add(row, changes, score * scale)
-    assert second.effects(5, scale).mean == pytest.approx(first.effects(5, 1.0).mean * scale, rel=1e-6)
 
 
 def finite(credit: Credit) -> None:
@@ -418,43 +294,6 @@ def test_whatever_the_scores_are_the_estimates_are_finite(name: str, examples: i
         if number % 6 == 0:
             finite(task.credit)
     finite(task.credit)
-
-
-def test_changes_without_a_rollout_and_changes_that_always_come_together_have_estimates() -> None:
-    task = Task([0.1] * 4)
-    for number in range(4):
-        task.add(number)
-    finite(task.credit)
-    head = task.credit.head().candidate
-    for _ in range(20):
-        task.runs(head)
-        task.runs(SEED)
-    finite(task.credit)
-    assert len({round(one.effect, 9) for one in task.credit.records()}) == 1, "nothing tells them apart"
-    assert sum(one.effect for one in task.credit.records()) > 0.1
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 3),
-            st.frozensets(st.integers(0, 4)),
-            st.floats(-1e6, 1e6) | st.sampled_from([0.0, 0.5, 1.0]),
-        ),
-        min_size=1,
-        max_size=40,
-    ),
-    st.sampled_from([1e-6, 1.0, 100.0]),
-)
-def test_any_evidence_has_estimates(rows: list[tuple[int, frozenset[int], float]], scale: float) -> None:
-    evidence = Evidence()
-    for row in rows:
-        evidence.add(*row)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        effects = evidence.effects(5, scale)
-    assert all(math.isfinite(one) for one in (*effects.mean, *effects.error, *effects.prior))
-    assert all(one > 0 for one in effects.error)
 
 
 # What a child takes out, rivals, and changes that do little

@@ -9,13 +9,11 @@ from typing import Any
 import dspy
 import pytest
 from dspy.teleprompt.gepa import InstructionProposer
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dspy_flashevolve.gepa.changes import Edit, EditedText
-from dspy_flashevolve.gepa.edits import MOST_UNREADABLE, EditProposer, numbered
 from dspy_flashevolve.gepa.parts import parts_of
+from dspy_flashevolve.gepa.propose import MOST_UNREADABLE, EditProposer
 from tests.fakes import fake_lm
 
 TEXT = """# Task
@@ -77,19 +75,6 @@ def test_additions_take_the_form_and_the_space_of_their_neighbours() -> None:
 def test_a_part_is_replaced_in_its_place_and_removed_with_the_space_around_it() -> None:
     text = EditedText.of(TEXT, [edit("replace", 5, "- Be short."), edit("remove", 3), edit("remove", 9)])
     assert text == TEXT.replace("- Be brief.", "- Be short.").replace(" Think first.", "").replace("\n\nEnd.", "")
-
-
-def test_edits_of_parts_that_are_not_there_change_nothing() -> None:
-    assert (
-        EditedText.of(TEXT, [edit("replace", 99, "x"), edit("remove", -1), edit("replace", 2, " "), edit("add", 1)])
-        == TEXT
-    )
-
-
-@given(st.text(max_size=200))
-def test_any_text_is_shown_in_numbered_parts_and_comes_back_without_edits(text: str) -> None:
-    assert numbered(text).count("[") >= len(parts_of(text))
-    assert EditedText.of(text, []).strip() == text.strip()
 
 
 @pytest.mark.parametrize(
@@ -164,16 +149,6 @@ def test_what_stays_too_long_is_no_candidate() -> None:
 )
 def test_an_edit_is_read_as_it_is_meant(edit: dict[str, Any], instruction: str) -> None:
     assert EditedText.of(instruction, [edit]).strip() == "Answer."
-
-
-def test_a_part_that_is_removed_twice_with_its_text_is_gone() -> None:
-    edit = {"action": "remove", "part": 2, "text": "- Be brief."}
-    assert EditedText.of("Answer.\n- Be brief.", [edit, edit]).strip() == "Answer."
-
-
-def test_a_number_in_brackets_that_is_no_number_of_a_part_stays() -> None:
-    edit = {"action": "add", "part": 1, "text": "[2024] is the year of the report."}
-    assert "[2024] is the year" in EditedText.of("Answer.", [edit])
 
 
 def test_long_blocks_of_a_reply_are_read_line_by_line() -> None:

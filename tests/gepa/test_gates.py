@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 import random
 import threading
-from pathlib import Path
 from typing import Any
 
 import dspy
@@ -21,7 +18,6 @@ from dspy_flashevolve import AsyncGEPA, Reflective, Workflow
 from dspy_flashevolve.engine.journal import Rollout
 from dspy_flashevolve.gepa import evaluate
 from dspy_flashevolve.gepa.evaluate import Gate
-from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import Heard
 from tests.contract.worlds import World, chance, play
@@ -64,33 +60,8 @@ def test_a_gate_closes_only_on_what_the_criterion_refuses_whatever_the_order_of_
     assert gate.seen == after
 
 
-def test_a_gate_closes_at_the_first_score_that_decides() -> None:
-    gate = Gate(4, StrictImprovementAcceptance(), lambda: 2.5, lambda: 1.0)
-    assert gate(2, scored(0.5))
-    assert gate(0, scored(1.0))
-    assert not gate(3, scored(0.0))
-    assert gate.seen == [1.0, 0.5, 0.0]
-    assert not gate(1, scored(1.0)), "closed is closed"
-
-
-def test_without_a_highest_score_a_gate_stays_open() -> None:
-    gate = Gate(2, StrictImprovementAcceptance(), lambda: 2.0, lambda: math.inf)
-    assert gate(0, scored(-5.0))
-
-
 class Strict(StrictImprovementAcceptance):
     """A user's criterion: it may look at anything."""
-
-
-class Generous:
-    """Takes whatever it sees."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-
-    def should_accept(self, proposal: Any, state: Any) -> bool:
-        self.asked.append(proposal)
-        return True
 
 
 # Runs with it and without it
@@ -142,14 +113,6 @@ def test_the_same_candidates_are_taken_and_refused_with_fewer_calls(
     assert set(fewer) <= set(more)
 
 
-def test_it_says_so() -> None:
-    heard = Heard()
-    program = play(World(), search="pareto", gepa_kwargs={"callbacks": [heard]})
-    assert given_up(program)
-    reasons = [event["reason"] for event in heard.of("on_candidate_rejected")]
-    assert any("it cannot pass its screen any more, after" in reason for reason in reasons)
-
-
 def above(text: str, question: str) -> float:
     """Scores of which some are above the perfect one."""
     return 1.25 if question == "v 0" else float(chance(text, question) < 0.5)
@@ -184,16 +147,6 @@ def test_a_selection_strategy_of_the_users_may_take_what_the_criterion_refuses()
     assert not [reason for reason in program.async_stats.end_reasons if "screen" in reason]
 
 
-def test_a_criterion_of_the_users_decides_on_patched_candidates_that_are_worse_than_their_parent() -> None:
-    criterion = Generous()
-    options = {"search": "pareto", "staleness": Reflective(min_gap=0)}
-    program = play(World(score=chance), gepa_kwargs={"acceptance_criterion": criterion}, **options)
-    asked = [one for one in criterion.asked if one.candidate["steps[0]"].startswith("Instruction")]
-    worse = [one for one in asked if sum(one.subsample_scores_after) < sum(one.subsample_scores_before)]
-    assert worse, "none was worse: this run shows nothing"
-    assert not [reason for reason in program.async_stats.end_reasons if "its screen" in reason]
-
-
 def test_nothing_of_a_child_that_was_given_up_is_kept() -> None:
     heard, world, train = Heard(), World(), examples("t", 9)
     optimizer = AsyncGEPA(
@@ -213,45 +166,6 @@ def test_nothing_of_a_child_that_was_given_up_is_kept() -> None:
         assert not known or len(ran[text]) >= 3, "another step may have screened the same text to its end"
     screened = {entry["i"] + 1 for entry in state.full_program_trace if "new_subsample_scores" in entry}
     assert not screened & set(rejected)
-
-
-def test_what_is_said_of_a_child_that_was_given_up_compares_with_its_whole_parent() -> None:
-    class Slow(World):
-        def seconds(self, text: str, question: str) -> float:
-            return 30.0 if question in ("t 0", "t 1", "t 2") else 1.0
-
-    heard, world = Heard(), Slow(score=chance)
-    play(world, search="pareto", gepa_kwargs={"callbacks": [heard]})
-    [state] = [event["final_state"] for event in heard.of("on_optimization_end")]
-    log = {entry["i"] + 1: entry for entry in state.full_program_trace}
-    parents = {event["iteration"]: event["parent_candidate"]["steps[0]"] for event in heard.of("on_proposal_start")}
-    rejected = [event for event in heard.of("on_candidate_rejected") if "cannot pass" in event["reason"]]
-    assert rejected
-    for event in rejected:
-        questions = [f"t {i}" for i in log[event["iteration"]]["subsample_ids"]]
-        assert event["old_score"] == sum(chance(parents[event["iteration"]], question) for question in questions)
-
-
-def test_a_run_that_goes_on_knows_that_scores_were_above_the_perfect_one(tmp_path: Path) -> None:
-    for calls in (60, 200):
-        program = play(World(score=above), calls, search="pareto", log_dir=str(tmp_path))
-    assert not given_up(program)
-
-
-def test_a_metric_that_has_begun_is_counted_where_its_rollout_is_given_up() -> None:
-    class Judged(World):
-        def metric(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-            result = super().metric(gold, pred, trace, pred_name, pred_trace)
-
-            async def later() -> Any:
-                await asyncio.sleep(1.0)
-                return result
-
-            return later() if pred_name is None else result
-
-    program = play(world := Judged(), search="pareto")
-    assert given_up(program)
-    assert len(world.scored) == program.async_stats.metric_calls <= 400
 
 
 def test_programs_that_run_in_threads_never_hold_more_than_the_slots() -> None:
@@ -286,19 +200,3 @@ def test_programs_that_run_in_threads_never_hold_more_than_the_slots() -> None:
     assert most <= 3
     assert given_up(program)
     assert program.async_stats.metric_calls == len(world.scored) <= 200
-
-
-def test_what_cannot_be_interrupted_is_finished_and_paid_and_what_has_not_begun_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ProgramRunner, "interruptible", property(lambda program: False))
-    begun: list[tuple[str, str]] = []
-
-    class Counted(World):
-        def seconds(self, text: str, question: str) -> float:
-            begun.append((text, question))
-            return super().seconds(text, question)
-
-    program = play(world := Counted(), search="pareto", num_threads=2, reflection_minibatch_size=6)
-    assert given_up(program)
-    assert sorted(begun) == sorted(world.scored)

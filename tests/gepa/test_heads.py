@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Coroutine
-from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,21 +144,6 @@ def test_when_the_calls_are_spent_the_last_head_has_one_step_and_no_second_one()
     played(main())
 
 
-def test_no_last_head_begins_beside_other_steps_or_where_none_is_better() -> None:
-    async def main() -> None:
-        heads, run, changes = heads_of()
-        await heads.refresh()
-        run.live = [3]
-        assert not heads.begin_last()
-        run.live = []
-        changes.now = WORSE
-        await heads.refresh()
-        assert not heads.begin_last()
-        assert heads.phase is Phase.SEARCHING
-
-    played(main())
-
-
 def test_calls_that_are_handed_back_pay_search_and_the_last_head_waits_for_its_turn() -> None:
     async def main() -> None:
         heads, _, _ = heads_of()
@@ -216,27 +200,3 @@ def test_a_last_head_that_is_worth_nothing_any_more_ends_its_step() -> None:
             await heads.take(step_of(0))
 
     played(main())
-
-
-def test_questions_change_nothing() -> None:
-    async def main() -> None:
-        heads, _, _ = heads_of(100.0)
-        await heads.refresh()
-        before = dict(vars(heads))
-        for _ in range(2):
-            answers = (
-                heads.has_changes, heads.has_ended, heads.joins, heads.is_grown, heads.pending, heads.awaits_last,
-                heads.may_validate, heads.is_doubted(step_of(0)), heads.time.expected, heads.time.left,
-                heads.time.is_ending,
-            )  # fmt: skip
-            assert len(answers) == 11
-            assert vars(heads) == before
-
-    played(main())
-
-
-def test_what_admission_reads_is_frozen() -> None:
-    with pytest.raises(FrozenInstanceError):
-        Outlook().joins = True  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(FrozenInstanceError):
-        BETTER.gain = 1.0  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,23 +8,17 @@ from typing import Any
 
 import pytest
 from gepa.core.data_loader import ListDataLoader
-from gepa.strategies.acceptance import ImprovementOrEqualAcceptance, StrictImprovementAcceptance
-from gepa.strategies.candidate_selector import CurrentBestCandidateSelector
-from gepa.strategies.proposal_selection import AllImprovements
 from gepa.utils import MaxCandidateProposalsStopper
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.gepa.evaluate import rejects_by_sum
 from dspy_flashevolve.gepa.options import (
     ARGUMENTS,
     REFUSED,
     Parts,
     build_parts,
     check_options,
-    has_foreign,
-    hooks_of,
     restore_strategies,
     strategies_of,
 )
@@ -73,31 +67,6 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> N
         check_options(configured(**options))
 
 
-def test_names_become_gepas_strategies_and_objects_stay_what_they_are() -> None:
-    def mine(*_: Any) -> list[str]:
-        return []
-
-    parts = parts_of(candidate_selection_strategy="current_best", component_selector=mine)
-    assert isinstance(parts.candidate_selection_strategy, CurrentBestCandidateSelector)
-    assert parts.component_selector is mine
-    assert isinstance(parts.acceptance_criterion, StrictImprovementAcceptance)
-    assert has_foreign(parts)
-    assert not has_foreign(parts_of())
-
-
-def test_early_rejection_knows_only_gepas_own_parts() -> None:
-    class Mine(StrictImprovementAcceptance):
-        """May look at anything."""
-
-    class All(AllImprovements):
-        """May take anything."""
-
-    assert rejects_by_sum(parts_of())
-    assert rejects_by_sum(parts_of(gepa_kwargs={"acceptance_criterion": ImprovementOrEqualAcceptance()}))
-    assert not rejects_by_sum(parts_of(gepa_kwargs={"acceptance_criterion": Mine()}))
-    assert not rejects_by_sum(parts_of(gepa_kwargs={"selection_strategy": All()}))
-
-
 def test_stoppers_say_why_once_and_whether_it_was_the_budget() -> None:
     state: Any = SimpleNamespace(total_num_evals=0, i=0)
     stopper = parts_of(max_metric_calls=10, gepa_kwargs={"stop_callbacks": MaxCandidateProposalsStopper(5)}).stopper
@@ -108,15 +77,6 @@ def test_stoppers_say_why_once_and_whether_it_was_the_budget() -> None:
     state.i = 9
     assert stopper(state)
     assert stopper.budget_spent, "the first reason stays"
-
-
-def test_every_hook_of_the_users_is_named_by_its_argument() -> None:
-    hooks = hooks_of(parts_of(), "policy")
-    assert hooks["staleness"] == "policy"
-    assert set(hooks) == {
-        "staleness", "candidate_selection_strategy", "component_selector", "batch_sampler", "sampling_strategy",
-        "selection_strategy", "acceptance_criterion", "val_evaluation_policy", "stop_callbacks",
-    }  # fmt: skip
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.booleans())

@@ -103,12 +103,6 @@ def test_steps_start_from_variants_of_the_head_and_the_pool_holds_only_what_was_
     assert len(program.async_stats.changes) > 5
 
 
-@pytest.mark.long
-def test_with_a_frontier_share_of_1_every_step_starts_from_the_frontier() -> None:
-    _, ahead, after = started(1.0)
-    assert ahead == 0 < after
-
-
 # The policy
 
 
@@ -183,9 +177,3 @@ def test_a_stopper_that_counts_iterations_counts_those_that_came_one_after_the_o
     stats = play(World(), 300, search=search, **options).async_stats
     commits, steps = len(stats.commits), sum(stats.ended.values())
     assert commits <= stopper.asked < commits + (steps - commits) / 2
-
-
-def test_in_lockstep_every_step_is_an_iteration_to_a_stopper() -> None:
-    stopper = Counted()
-    stats = play(World(), 200, schedule="lockstep", gepa_kwargs={"stop_callbacks": stopper}).async_stats
-    assert stopper.asked >= sum(stats.ended.values())

@@ -36,18 +36,6 @@ def test_the_frontier_does_not_depend_on_the_order_of_commits(
     assert results[0] == results[1]
 
 
-@given(st.lists(SCORES, max_size=6))
-def test_the_version_rises_by_one_a_commit_and_the_best_never_falls(children: list[list[float]]) -> None:
-    pool, best = pool_of(), [0.5]
-    for number, scores in enumerate(children):
-        done = commit(pool, number, scores, p=f"child {number}")
-        assert (done.version, done.candidate, done.generation) == (number + 1, number + 1, 1)
-        best.append(done.best_score)
-    assert best == sorted(best)
-    assert pool.state.is_consistent()
-    pool.close()
-
-
 def test_gepas_code_sees_the_iteration_of_the_step_it_acts_for() -> None:
     pool = pool_of()
     steps = [step_of(number) for number in range(3)]

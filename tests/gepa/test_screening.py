@@ -58,21 +58,6 @@ def test_nobody_waits_for_a_screen_that_ended_in_an_error() -> None:
     assert len(ended) == 10
 
 
-def test_nobody_waits_for_the_slowest_of_the_first_screens() -> None:
-    screening, begun = Screening(), dict[int, float]()
-
-    async def child(number: int) -> None:
-        await screening.wait_for_first()
-        begun[number] = anyio.current_time()
-        if screening.is_needed(4 * number + 1):
-            with screening.running():
-                await anyio.sleep(600 if number == 0 else 5)
-                screening.record(passed=True)
-
-    run_ten(child)
-    assert max(begun.values()) - min(begun.values()) == 5
-
-
 @pytest.mark.long
 def test_a_child_that_is_in_no_head_is_counted_once_among_the_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a screen it does not join, so that it is screened all the same."""

@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from dspy_flashevolve.gepa.edits import Edit
-from dspy_flashevolve.modules.integrate import RepairChild
+from dspy_flashevolve.gepa.changes import Edit
 from dspy_flashevolve.modules.reading import asked, items_in, result_of, text_in, without_thoughts
+from dspy_flashevolve.modules.rewriting import RepairChild
 from tests.fakes import fake_lm
 
 ADAPTERS = [dspy.ChatAdapter(), dspy.JSONAdapter(), dspy.XMLAdapter()]
@@ -86,12 +86,6 @@ def test_no_reply_raises_but_as_one_that_cannot_be_read(text: str, adapter: Any)
             continue
 
 
-@given(plain, st.integers(0, 200))
-def test_a_cut_text_is_the_whole_one_or_none(text: str, cut: int) -> None:
-    for whole in (json.dumps({"body": text}), f'```json\n{{"body": {json.dumps(text)}}}\n```', f"<body>{text}</body>"):
-        assert text_in(whole[:cut], "body") in (None, text_in(whole, "body"))
-
-
 @pytest.mark.parametrize(
     ("reply", "text"),
     [
@@ -160,17 +154,3 @@ def test_callbacks_hear_of_each_call_as_they_do_without() -> None:
         usual, heard[:] = list(heard), []
         result_of(asked(predict, {"task": "t"}, True))
     assert heard == usual == ["ChatAdapter writes", "ChatAdapter reads"]
-
-
-def test_a_coroutine_that_waits_has_no_result_at_once() -> None:
-    async def waits() -> None:
-        await Wait()
-
-    class Wait:
-        def __await__(self) -> Any:
-            yield
-
-    coroutine = waits()
-    with pytest.raises(RuntimeError, match="waits for something"):
-        result_of(coroutine)
-    coroutine.close()

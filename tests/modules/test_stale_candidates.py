@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ from dspy.utils.exceptions import LMAuthError, LMRateLimitError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.staleness import PastCommit, StaleChild
 from dspy_flashevolve.gepa.repair import Repair, read_answer
-from dspy_flashevolve.modules.integrate import StaleCandidateReflection, changed_lines
+from dspy_flashevolve.modules.rewriting import StaleCandidateReflection
 from dspy_flashevolve.programs.records import ModuleReply
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.settings import RunSettings
@@ -95,19 +93,6 @@ async def test_one_call_a_changed_component(asynchronous: bool) -> None:
     ]
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-async def test_verdicts_and_the_new_text_are_read(asynchronous: bool) -> None:
-    script = Scripted(reply("the new text", c1="orthogonal", c2="conflicting", c3="subsumed"))
-    answer = await integrated(script, [child(1), child(2), child(3)], asynchronous)
-    assert answer.texts == {"p": "the new text"}
-    assert [(verdict.child, verdict.verdict, verdict.reason) for verdict in answer.verdicts] == [
-        (1, "orthogonal", "r"),
-        (2, "conflicting", "r"),
-        (3, "subsumed", "r"),
-    ]
-    assert answer.failed == {}
-
-
 async def test_verdicts_on_unknown_children_are_dropped_and_of_two_on_one_child_the_last_counts() -> None:
     verdicts = [{"child": n, "verdict": v} for n, v in ((1, "subsumed"), (9, "subsumed"), (1, "orthogonal"))]
     answer = await integrated(Scripted(reply_for("", verdicts=json.dumps(verdicts), new_text="t")), [child(1)])
@@ -140,19 +125,6 @@ async def test_a_reply_that_cannot_be_read_is_asked_for_once_more_and_then_repor
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-async def test_the_second_reply_counts_where_the_first_cannot_be_read(asynchronous: bool) -> None:
-    script = Scripted("nonsense", reply("better", c1="orthogonal"))
-    answer = await integrated(script, [child(1)], asynchronous)
-    assert (answer.texts, answer.failed, len(script.prompts)) == ({"p": "better"}, {}, 2)
-
-
-async def test_one_component_that_fails_takes_no_other_with_it() -> None:
-    script = Scripted(lambda prompt: "nonsense" if "head of p" in prompt else reply("Q", c1="orthogonal"))
-    answer = await integrated(script, [child(1, texts={"p": "x", "q": "y"})])
-    assert (answer.texts, list(answer.failed)) == ({"q": "Q"}, ["p"])
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(
     ("error", "seen"), [(lm15.RateLimitError("slow"), LMRateLimitError), (lm15.AuthError("who?"), LMAuthError)]
 )
@@ -181,11 +153,6 @@ async def test_fences_around_the_whole_text_are_stripped(fenced: str) -> None:
     assert answer.texts == {"p": code}
 
 
-async def test_fences_inside_a_text_stay() -> None:
-    text = "Answer so:\n```\n1\n```\nand no more."
-    assert (await integrated(Scripted(reply(text, c1="orthogonal")), [child(1)])).texts == {"p": text}
-
-
 LONG = 50_000
 
 
@@ -202,38 +169,6 @@ async def test_the_prompt_stays_bounded_however_much_there_is_to_show() -> None:
     assert len(prompt) < 2 * 4_100 + 8 * 4_100 + 10_000
     assert "(492 more, which changed the score less.)" in prompt
     assert "more characters.)" in prompt
-
-
-async def test_the_bounds_are_the_callers() -> None:
-    script = Scripted(reply("t"))
-    bounds = {"max_commits": 1, "max_characters": 10}
-    commits = [PastCommit({"p": long_text(n)}, {"p": "x"}, 0.1) for n in range(3)]
-    await integrated(script, [child(1, long_text(1))], bounds=bounds, commits=commits)
-    assert "(2 more, which changed the score less.)" in script.prompts[0]
-    assert len(script.prompts[0]) < 6_000
-
-
-async def test_the_commits_that_changed_the_score_most_come_first() -> None:
-    commits = [PastCommit({"p": f"c{n}"}, {"p": "x"}, change) for n, change in enumerate((0.1, -0.5, 0.3))]
-    script = Scripted(reply("t"))
-    await integrated(script, [child(1)], commits=[*commits, PastCommit({"q": "not of p"}, {"q": "x"}, 0.9)])
-    prompt = script.prompts[0]
-    changed = [prompt.index(text) for text in ("Score -0.500", "Score +0.300", "Score +0.100")]
-    assert changed == sorted(changed)
-    assert "not of p" not in prompt
-
-
-async def test_the_parents_score_and_feedback_are_shown() -> None:
-    script = Scripted(reply("t"))
-    await integrated(script, [child(1, before=0.25, feedback=("too short",)), child(2, before=0.5)])
-    assert "Score of its parent 0.250, of the child not screened." in script.prompts[0]
-    assert "- too short" in script.prompts[0]
-
-
-async def test_it_asks_for_principles_that_transfer() -> None:
-    script = Scripted(reply("t"))
-    await integrated(script, [child(1)])
-    assert "principles that transfer" in script.prompts[0]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -262,28 +197,6 @@ def test_the_awaited_twin_does_the_same(answers: list[str]) -> None:
     assert seen[0] == seen[1]
 
 
-FRAGMENTS = st.sampled_from(["[[ ## new_text ## ]]", "[[ ## verdicts ## ]]", "[]", "```", "{", "null", "\n", "[" * 300])
-REPLIES = st.one_of(
-    st.text(max_size=60),
-    st.lists(st.one_of(FRAGMENTS, st.text(max_size=8)), max_size=8).map("\n".join),
-    st.builds(lambda a, b: reply_for("", verdicts=a, new_text=b), st.text(max_size=20), st.text(max_size=20)),
-    st.builds(lambda b: reply(b, c1="orthogonal", c7="subsumed"), st.text(max_size=20)),
-    st.builds(lambda b: reply_for("JSON", verdicts="[]", new_text=b), st.text(max_size=20)),
-)
-
-
-@settings(max_examples=80, deadline=None)
-@given(REPLIES, st.booleans(), st.booleans())
-def test_no_reply_makes_it_raise(text: str, code: bool, fallback: bool) -> None:
-    adapter = dspy.ChatAdapter(use_json_adapter_fallback=fallback)
-    with dspy.context(lm=fake_lm(lambda prompt: text), adapter=adapter):
-        answer = StaleCandidateReflection()(head=HEAD, children=[child(1)], code_components=["p"] if code else [])
-    drops = [verdict.verdict for verdict in answer.verdicts if verdict.verdict != "orthogonal"]
-    assert ("p" in answer.texts) + ("p" in answer.failed) + bool(drops and "p" not in answer.texts) == 1
-    assert all(verdict.child == 1 for verdict in answer.verdicts)
-    assert all(value.strip() for value in answer.texts.values())
-
-
 def test_it_is_a_program_like_any_other_and_can_be_optimized_and_saved(tmp_path: Path) -> None:
     module = StaleCandidateReflection(max_commits=3)
     assert [name for name, _ in module.named_predictors()] == ["integrate"]
@@ -302,27 +215,6 @@ def test_it_is_a_program_like_any_other_and_can_be_optimized_and_saved(tmp_path:
 def test_a_bound_under_one_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0, expected at least 1"):
         StaleCandidateReflection(**{name: 0})
-
-
-def test_only_lines_that_changed_are_shown() -> None:
-    assert changed_lines("a\nb\nc", "a\nB\nc\nd") == "- b\n+ B\n+ d"
-    assert changed_lines("a", "a") == "(nothing)"
-
-
-@given(st.lists(st.sampled_from("abcd"), max_size=8), st.lists(st.sampled_from("abcd"), max_size=8))
-def test_what_was_taken_out_and_put_in_makes_up_the_difference(before: list[str], after: list[str]) -> None:
-    shown = changed_lines("\n".join(before), "\n".join(after)).splitlines()
-    out = sorted(line[2:] for line in shown if line.startswith("- "))
-    put_in = sorted(line[2:] for line in shown if line.startswith("+ "))
-    assert sorted([*before, *put_in]) == sorted([*after, *out])
-
-
-def test_long_texts_that_differ_in_every_line_are_compared_at_once() -> None:
-    """This runs on the event loop, for a child and up to 8 commits a component."""
-    before, after = ("\n".join(f"{kind} rule {n}: say {n * n} things" for n in range(120)) for kind in ("old", "new"))
-    started = time.process_time()
-    changed_lines(before, after)
-    assert time.process_time() - started < 0.2
 
 
 # The loop's side
@@ -387,50 +279,11 @@ async def test_a_module_that_raises_or_returns_something_else_has_failed_and_not
     assert seen.spent.error
 
 
-async def test_texts_of_components_that_no_child_changed_are_dropped() -> None:
-    seen = await integrated_by(
-        Own(reply_with({"p": "mine", "q": "not asked", "z": "unknown"}, c1="orthogonal")), child(1)
-    )
-    assert seen.texts == {"p": "mine"}
-
-
-@pytest.mark.parametrize(
-    ("error", "seen"),
-    [(LMRateLimitError("slow", retry_after=0.0), RolloutUnresolvedError), (LMAuthError("who?"), RunAbortedError)],
-)
-async def test_the_providers_faults_reach_the_loop(error: Exception, seen: type[Exception]) -> None:
-    with pytest.raises(seen):
-        await integration(Own(error), [child(1)])
-
-
 async def test_calls_and_tokens_are_counted_second_attempts_included() -> None:
     script = Scripted("nonsense", reply("better", c1="orthogonal"))
     seen = await integration(StaleCandidateReflection(), [child(1)], fake_lm(script))
     assert seen.answer is not None
     assert (seen.answer.texts, seen.calls, seen.spent.tokens) == ({"p": "better"}, 2, 14)
-
-
-async def test_a_reply_that_cannot_be_read_is_a_failure_with_its_reason() -> None:
-    seen = await integration(StaleCandidateReflection(), [child(1)], fake_lm(Scripted("nonsense")))
-    assert seen.answer is not None
-    assert (seen.answer.texts, seen.calls) == ({}, 2)
-    assert seen.answer.failed.startswith("p: AdapterParseError")
-
-
-async def test_what_an_integration_does_to_its_module_does_not_stay() -> None:
-    class Forgetful(Own):
-        def forward(self, **inputs: Any) -> Any:
-            self.threads.append("seen")
-            return reply_with({"p": str(len(self.threads))}, c1="orthogonal")
-
-    module = Forgetful(None)
-    assert [(await integrated_by(module, child(1))).texts for _ in range(2)] == [{"p": "1"}, {"p": "1"}]
-
-
-async def test_a_module_that_finds_nothing_worth_a_change_has_not_failed() -> None:
-    seen = await integrated_by(Own(reply_with({}, c1="subsumed")), child(1))
-    assert (seen.texts, seen.failed) == ({}, "")
-    assert [(verdict.child, verdict.verdict) for verdict in seen.verdicts] == [(1, "subsumed")]
 
 
 PLAIN_LINES = """[[ ## verdicts ## ]]
@@ -452,16 +305,6 @@ async def test_verdicts_in_plain_lines_are_read_as_a_small_model_writes_them(asy
     assert answer.texts == {"p": "the new text"}
     assert [(verdict.child, verdict.verdict) for verdict in answer.verdicts] == [(1, "orthogonal"), (2, "subsumed")]
     assert len(script.prompts) == 1
-
-
-@pytest.mark.parametrize(
-    "text",
-    [PLAIN_LINES.replace("the new text", " "), PLAIN_LINES.partition("[[ ## new_text")[0], "Child 1: orthogonal"],
-)
-async def test_verdicts_without_a_text_count_as_unreadable(text: str) -> None:
-    answer = await integrated(Scripted(text), [child(1), child(2)])
-    assert not answer.texts
-    assert set(answer.failed) == {"p"}
 
 
 FIELD, DONE = "[[ ## new_text ## ]]\nthe new text", "[[ ## completed ## ]]"
@@ -498,12 +341,6 @@ async def test_a_good_text_is_used_whatever_the_verdicts(text: str, judged: list
     assert (answer.texts, answer.failed) == ({"p": "the new text"}, {})
     assert [verdict.child for verdict in answer.verdicts] == judged
     assert len(script.prompts) == 1
-
-
-async def test_a_reply_in_json_is_read_where_dspy_asks_for_json() -> None:
-    with dspy.context(adapter=dspy.JSONAdapter()):
-        answer = await integrated(Scripted('{"new_text": "the new text"}'), [child(1)])
-    assert (answer.texts, answer.verdicts) == ({"p": "the new text"}, [])
 
 
 async def test_the_fenced_source_in_prose_is_what_counts_of_code() -> None:

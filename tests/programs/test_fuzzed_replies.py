@@ -22,7 +22,7 @@ from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.staleness import Discard, StaleChild
 from dspy_flashevolve.gepa.repair import Repair, outcome_of, read_answer
-from dspy_flashevolve.modules.integrate import StaleCandidateReflection
+from dspy_flashevolve.modules.rewriting import StaleCandidateReflection
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ModuleReply

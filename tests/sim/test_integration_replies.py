@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.staleness import StaleChild
-from dspy_flashevolve.modules.integrate import StaleCandidateReflection
+from dspy_flashevolve.modules.rewriting import StaleCandidateReflection
 from dspy_flashevolve.sim import HouseRules, ReplyModel
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import parse_chat_request

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.models import ImitatingModel
 from benchmarks.models.sloppy import TEXT_FORMS, VERDICT_FORMS, sloppy_form
 from dspy_flashevolve.engine.staleness import StaleChild
-from dspy_flashevolve.modules.integrate import StaleCandidateReflection
+from dspy_flashevolve.modules.rewriting import StaleCandidateReflection
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import parse_chat_request
 from dspy_flashevolve.sim.replies import reply_to

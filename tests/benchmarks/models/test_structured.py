@@ -14,7 +14,7 @@ from dspy.teleprompt.gepa import InstructionProposer
 from benchmarks.lineages import simulated_pairs
 from benchmarks.models import REPLY_MODELS
 from benchmarks.models.structured import consolidated
-from dspy_flashevolve.gepa.edits import EditProposer
+from dspy_flashevolve.gepa.propose import EditProposer
 from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from dspy_flashevolve.sim.words import Choices, rules_in

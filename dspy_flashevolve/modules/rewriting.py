@@ -1,16 +1,12 @@
-"""StaleCandidateReflection: a module that takes what a rewrite of a text learnt over into the newest version of it.
-
-Source: FlashEvolve (arXiv 2605.08520) section 3.2, reflective repair.
-"""
+"""The dspy modules by which an LM writes a whole text anew: repair of a stale child (:class:`StaleCandidateReflection`,
+FlashEvolve, arXiv 2605.08520, section 3.2), and consolidation of a prompt that has grown by separate edits."""
 
 from __future__ import annotations
 
 import ast
-import asyncio
 import difflib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import dspy
@@ -18,13 +14,9 @@ from dspy.clients.errors import LMError
 from pydantic import BaseModel, Field
 
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.modules.reading import asked, result_of
+from dspy_flashevolve.modules.reading import ATTEMPTS, asked, past_cache, result_of
 
 logger = logger_named(__name__)
-
-ATTEMPTS = 2
-"""A reply that cannot be read is asked for once more, as gepa asks for a reflection that raised."""
-
 
 Verdict = Literal["orthogonal", "subsumed", "conflicting"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -131,8 +123,7 @@ class StaleCandidateReflection(dspy.Module):
             child and component; ``failed``: component -> why no reply of two could be read. A reply without a text can
             be read where it says of no child that it is orthogonal.
         """
-        jobs = self._jobs(head, children, commits, code_components)
-        return _prediction_of([result_of(self._integrate(job, is_sync=True)) for job in jobs])
+        return result_of(self._repaired(head, children, commits, code_components, is_sync=True))
 
     async def aforward(
         self,
@@ -141,14 +132,13 @@ class StaleCandidateReflection(dspy.Module):
         commits: Sequence[Any] = (),
         code_components: Sequence[str] = (),
     ) -> dspy.Prediction:
-        """As :meth:`forward`, awaitable; components are integrated side by side."""
-        jobs = self._jobs(head, children, commits, code_components)
-        return _prediction_of(await asyncio.gather(*map(self._integrate, jobs)))
+        """As :meth:`forward`, awaitable."""
+        return await self._repaired(head, children, commits, code_components, is_sync=False)
 
-    def _jobs(
-        self, head: dict[str, str], children: Sequence[Any], commits: Sequence[Any], code: Sequence[str]
-    ) -> list[_Job]:
-        jobs: list[_Job] = []
+    async def _repaired(
+        self, head: dict[str, str], children: Sequence[Any], commits: Sequence[Any], code: Sequence[str], is_sync: bool
+    ) -> dspy.Prediction:
+        answer = dspy.Prediction(texts={}, verdicts=[], failed={})
         for component in dict.fromkeys(name for child in children for name in child.texts):
             concerned = [child for child in children if component in child.texts]
             inputs = {
@@ -158,8 +148,22 @@ class StaleCandidateReflection(dspy.Module):
                 "children": "\n\n".join(self._shown_child(component, child) for child in concerned),
                 "commits": self._shown_commits(component, commits),
             }
-            jobs.append(_Job(inputs, {child.number for child in concerned}, component in code))
-        return jobs
+            for attempt in range(ATTEMPTS):
+                try:
+                    reply = await asked(self.integrate, inputs | past_cache(attempt), is_sync)
+                    text, verdicts = _read_reply(reply, {child.number for child in concerned}, component in code)
+                except LMError:  # the provider's: the whole module is asked again by the run
+                    raise
+                except Exception as error:
+                    problem = f"{type(error).__name__}: {error}"
+                    logger.info("A reply could not be read: %.1000s", problem)
+                    answer.failed[component] = problem[:300]
+                else:
+                    answer.failed.pop(component, None)
+                    answer.texts |= {component: text} if text else {}
+                    answer.verdicts += verdicts
+                    break
+        return answer
 
     def _shown_child(self, component: str, child: Any) -> str:
         scores = f"Score of its parent {child.score_before:.3f}, of the child not screened."
@@ -185,38 +189,6 @@ class StaleCandidateReflection(dspy.Module):
         rest = len(text) - self.max_characters
         return text if rest <= 0 else f"{text[: self.max_characters]}\n({rest} more characters.)"
 
-    async def _integrate(self, job: _Job, is_sync: bool = False) -> _Answer:
-        answer = _Answer(job.inputs["component"])
-        for attempt in range(ATTEMPTS):
-            try:
-                reply = await asked(self.integrate, job.inputs | past_cache(attempt), is_sync)
-            except LMError:  # the provider's: the whole module is asked again by the run
-                raise
-            except Exception as error:
-                reply = error
-            if (answer := _read_answer(job, reply)).text is not None:
-                break
-        return answer
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One call for one component: its inputs, the numbers of the children that change it, and whether it is code."""
-
-    inputs: dict[str, str]
-    numbers: set[int]
-    is_code: bool
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """The outcome for a component: its text, empty for none, and verdicts, or why the last reply could not be read."""
-
-    component: str
-    text: str | None = None
-    verdicts: tuple[ChildVerdict, ...] = ()
-    problem: str = ""
-
 
 def changed_lines(before: str, after: str) -> str:
     """Return the lines that were taken out and put in, marked by - and +.
@@ -233,32 +205,24 @@ def changed_lines(before: str, after: str) -> str:
     return "\n".join(lines) or "(nothing)"
 
 
-def past_cache(attempt: int) -> dict[str, Any]:
-    """Return what makes a second attempt pass dspy's cache, which would answer with the same reply."""
-    return {"config": {"rollout_id": attempt}} if attempt else {}
-
-
 _FENCES = re.compile(r"```[\w-]*\n(.*?)\n```", re.DOTALL)
 
 
-def _read_answer(job: _Job, reply: Any) -> _Answer:
-    """Read a reply, or the error over it; verdicts count as far as they can be read."""
-    component = job.inputs["component"]
-    try:
-        if isinstance(reply, Exception):
-            raise reply
-        text = str(reply.new_text or "").strip()
-        by_child = {verdict.child: verdict for verdict in reply.verdicts if verdict.child in job.numbers}
-        verdicts = tuple(by_child.values())  # of several for one child the last counts
-        if not text and verdicts and all(verdict.verdict != "orthogonal" for verdict in verdicts):
-            return _Answer(component, "", verdicts)
-        if not text or text == "{new_text}":
-            raise ValueError("the new text is empty, or was cut off")
-        return _Answer(component, _python_source(text) if job.is_code else text, verdicts)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-        logger.info("A reply could not be read: %.1000s", problem)
-        return _Answer(component, problem=problem[:300])
+def _read_reply(reply: Any, numbers: Collection[int], is_code: bool) -> tuple[str, list[ChildVerdict]]:
+    """Read the text of a reply, empty where nothing is taken over, and the verdicts on the children with ``numbers``.
+
+    Raises:
+        ValueError: there is no text, and no verdict by which there need not be one.
+        SyntaxError: it is to be Python, and is not.
+    """
+    text = str(reply.new_text or "").strip()
+    by_child = {verdict.child: verdict for verdict in reply.verdicts if verdict.child in numbers}
+    verdicts = list(by_child.values())  # of several for one child the last counts
+    if not text and verdicts and all(verdict.verdict != "orthogonal" for verdict in verdicts):
+        return "", verdicts
+    if not text or text == "{new_text}":
+        raise ValueError("the new text is empty, or was cut off")
+    return _python_source(text) if is_code else text, verdicts
 
 
 def _python_source(text: str) -> str:
@@ -278,9 +242,78 @@ def _python_source(text: str) -> str:
     return text
 
 
-def _prediction_of(answers: Sequence[_Answer]) -> dspy.Prediction:
-    return dspy.Prediction(
-        texts={answer.component: answer.text for answer in answers if answer.text},
-        verdicts=[verdict for answer in answers for verdict in answer.verdicts],
-        failed={answer.component: answer.problem for answer in answers if answer.text is None},
+# A prompt that has grown by separate edits, written anew.
+
+
+class ConsolidateInstruction(dspy.Signature):
+    """An assistant performs a task with the instruction below. It has grown by separate edits of many authors, who did
+    not see each other's. Write it anew as one clean text that a person would be glad to maintain.
+
+    Say all about one subject in one place, what is typical of it first, and once. Where statements contradict each
+    other, keep the one with the larger estimated effect; where nothing is known of that, the more specific one. Where
+    two subjects share a sign, let the entry of each say what tells it apart. Keep every other rule and fact, and names,
+    labels and formats word for word. Order the text: the task, the form of the answer, then rules and facts, under
+    headings where there are many. Keep lists flat, and let each item name what it is about, so that others can edit it
+    on its own. Leave out what can only help with one single input, such as the words of one example, that one thing is
+    never another with which it is hardly ever confused, and doubts of the authors. Add nothing. Read the result once
+    more: no rule may exclude what another one includes, or name what is explained nowhere."""
+
+    evidence: str = dspy.InputField(
+        desc="What some edits are estimated to add to the assistant's score, with the standard error; of the others "
+        "nothing is known."
     )
+    instruction: str = dspy.InputField(desc="The instruction as it has grown.")
+    limit: str = dspy.InputField(desc="How long the new text may be.")
+    consolidated: str = dspy.OutputField(desc="The whole new instruction, and nothing else.")
+
+
+Effects = Sequence[tuple[str, float, float]]
+"""Of edits in a text: the part that one puts in, its estimated effect on the score, its standard error."""
+
+
+class Consolidation(dspy.Module):
+    """Writes the texts of a candidate anew, one request a component.
+
+    Example:
+        >>> Consolidation()(texts={}, effects={}).texts
+        {}
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.consolidate = dspy.Predict(ConsolidateInstruction)
+
+    def forward(self, texts: Mapping[str, str], effects: Mapping[str, Effects]) -> dspy.Prediction:
+        """Consolidate texts.
+
+        Args:
+            texts: component -> text as it has grown.
+            effects: component -> what is known of the edits in it.
+
+        Returns:
+            ``texts``: component -> new text; without those whose reply was empty.
+        """
+        return result_of(self._consolidated(texts, effects, is_sync=True))
+
+    async def aforward(self, texts: Mapping[str, str], effects: Mapping[str, Effects]) -> dspy.Prediction:
+        """As :meth:`forward`, awaitable."""
+        return await self._consolidated(texts, effects, is_sync=False)
+
+    async def _consolidated(self, texts: Any, effects: Any, is_sync: bool) -> dspy.Prediction:
+        clean: dict[str, str] = {}
+        for name, text in texts.items():
+            if written := (await asked(self.consolidate, inputs(text, effects.get(name, ())), is_sync)).consolidated:
+                clean[name] = written
+        return dspy.Prediction(texts=clean)
+
+
+def inputs(text: str, effects: Effects) -> dict[str, str]:
+    """Return what the reflection LM reads of one text: the edits in it whose effect exceeds its standard error, the
+    largest first (what is not told apart would only repeat the text).
+
+    >>> inputs("- A\\n- B", [("- A", 0.05, 0.02), ("- B", 0.01, 0.02)])["evidence"]
+    '+0.050 (0.020): - A'
+    """
+    rows = sorted((row for row in effects if abs(row[1]) > row[2]), key=lambda row: -row[1])
+    evidence = "\n".join(f"{effect:+.3f} ({error:.3f}): {part.strip()}" for part, effect, error in rows)
+    return {"evidence": evidence or "None.", "instruction": text, "limit": f"At most {len(text)} characters."}
