@@ -27,8 +27,7 @@ from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.published import PartialRelease
 from dspy_flashevolve.gepa.records import Batch, Candidate, Screened, Validated, ValidationPlan, evaluation_of
 from dspy_flashevolve.gepa.settings import Workflow
-from dspy_flashevolve.programs.evaluation_events import announce_evaluation
-from dspy_flashevolve.programs.program import ProgramRunner
+from dspy_flashevolve.programs.program import ProgramRunner, announce_evaluation
 from dspy_flashevolve.programs.records import ProgramRecord
 from dspy_flashevolve.programs.run import DspyRun
 

@@ -1,24 +1,282 @@
-"""gepa's checkpoint in a run directory, read as data (:mod:`~.data_pickle`)."""
+"""gepa's checkpoint in a run directory, read as data: nothing that the pickle names is called.
+
+A pickle is a program for a machine with a stack. :class:`DataUnpickler` has those instructions of that machine which
+build data. An object of a data class is made by ``__new__`` alone and filled with its state, as in :mod:`.records`;
+of functions there are those in :data:`MAKERS`.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
 import random
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
+from functools import cached_property
+from inspect import getattr_static
 from pathlib import Path
 from typing import Annotated, Any
+from uuid import UUID, SafeUUID
 
+import dspy
 import numpy
+from dspy.primitives.prediction import Completions
 from gepa.core.state import CachedEvaluation, EvaluationCache, GEPAState
 from pydantic import BaseModel, InstanceOf, PlainValidator
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import BEFORE_STEPS, id_text
 from dspy_flashevolve.observe.history import Candidate, History
-from dspy_flashevolve.programs.data_pickle import DataUnpickler, NotDataError
+from dspy_flashevolve.programs.records import fill_dataclass, fill_model, fraction_of, imported
+
+MOST_KEY_PARTS = 1000
+"""Parts of a key, at any depth: Python hashes nested tuples without a look at its stack, which some 100,000 end."""
+
+
+class NotDataError(RunDirectoryError):
+    """A pickle does what data does not."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"it {what}, and is not run. Import what defines it, or, if you trust the file, allow code in it by "
+            "gepa_kwargs={'use_cloudpickle': True}"
+        )
+
+
+def plain(value: Any, *kinds: type) -> Any:
+    """Return a value of one of these types, and of none that inherits from them, which may have code of its own."""
+    if type(value) not in kinds:
+        raise NotDataError(f"has a {type(value).__name__} where data has a {kinds[0].__name__}")
+    return value
+
+
+class Maker:
+    """A function that a pickle may have called. No data class, so that no pickle makes one.
+
+    Args:
+        make: the function.
+        kinds: types of its arguments.
+    """
+
+    def __init__(self, make: Callable[..., Any], *kinds: type) -> None:
+        self.make, self.kinds = make, kinds
+
+
+class _NumberType:
+    """The type of one of numpy's numbers, as a pickle describes it."""
+
+    def __init__(self, code: str, *_: bool) -> None:
+        self.code, self.order = code, "="
+
+    def number(self, content: bytes) -> Any:
+        if self.code not in ("b1", "f2", "f4", "f8", *(f"{sign}{size}" for sign in "iu" for size in (1, 2, 4, 8))):
+            raise NotDataError(f"names numpy's type {self.code!r}, which is none of numbers")
+        [number] = numpy.frombuffer(content, numpy.dtype(self.order + self.code))
+        return number
+
+
+FACTORIES = (list, dict, set, int, float, str, bool, tuple)
+"""What a defaultdict may make."""
+NUMBER = Maker(_NumberType.number, _NumberType, bytes)
+TYPE_ARGUMENTS = Maker(lambda: None)
+"""Says of what types a generic class is, ``EvaluationCache[RolloutOutput, DataId]``, which is left out."""
+MAKERS = {
+    "collections.OrderedDict": Maker(OrderedDict),
+    "collections.defaultdict": Maker(lambda factory: defaultdict(FACTORIES[FACTORIES.index(factory)]), type),
+    "collections.Counter": Maker(Counter, dict),
+    "collections.deque": Maker(deque, tuple, int),
+    "datetime.date": Maker(date, bytes),
+    "datetime.datetime": Maker(datetime, bytes, timezone),
+    "datetime.time": Maker(time, bytes, timezone),
+    "datetime.timedelta": Maker(timedelta, int),
+    "datetime.timezone": Maker(timezone, timedelta, str),
+    "decimal.Decimal": Maker(Decimal, str),
+    "fractions.Fraction": Maker(lambda *parts: fraction_of("/".join(map(str, parts))), int, str),
+    "numpy.dtype": Maker(_NumberType, str, bool),
+    "numpy.core.multiarray.scalar": NUMBER,
+    "numpy._core.multiarray.scalar": NUMBER,
+    "_operator.getitem": TYPE_ARGUMENTS,
+    "typing.Any": TYPE_ARGUMENTS,
+    "gepa.core.adapter.RolloutOutput": TYPE_ARGUMENTS,
+    "gepa.core.data_loader.DataId": TYPE_ARGUMENTS,
+    **{f"builtins.{kind.__name__}": kind for kind in FACTORIES},
+}
+"""What a pickle names -> what stands for it; a class of Python's own only for a defaultdict."""
+KEYS = (str, int, float, bool, type(None), bytes, date, datetime, time, timedelta, timezone, Decimal, Fraction, UUID)
+RESTORED = ("pydantic.main", "pydantic.root_model", "dataclasses", "uuid")
+"""Modules whose ``__setstate__`` does what :func:`_fill` does."""
+
+OWN_ATTRIBUTES = {"_store", "_demos", "_input_keys", "_completions", "_lm_usage", "signature"}
+"""What dspy's examples, predictions and completions keep in attributes."""
+
+
+def _is_data(value: Any) -> bool:
+    """Say whether a value is a class whose objects are data, and none of whose code runs when one is made or gone."""
+    if not isinstance(value, type) or getattr_static(value, "__del__", None) is not None:
+        return False
+    if getattr(getattr_static(value, "__setstate__", None), "__module__", "dataclasses") not in RESTORED:
+        return False
+    known = issubclass(value, BaseModel | dspy.Example | Completions | Enum | UUID) or is_dataclass(value)
+    return known or (issubclass(value, tuple) and hasattr(value, "_fields"))
+
+
+def _made(kind: Any, arguments: Any, options: Any = None) -> Any:
+    """Make an object of a data class, by ``__new__`` alone."""
+    if _is_data(kind) and not options:
+        if issubclass(kind, tuple) and len(plain(arguments, tuple)) == len(getattr(kind, "_fields", ())):
+            return tuple.__new__(kind, arguments)
+        if not arguments and not issubclass(kind, Enum | tuple):
+            return object.__new__(kind)
+    raise NotDataError("makes an object otherwise than by its class and its state")
+
+
+def _called(function: Any, arguments: Any) -> Any:
+    """Return what a function makes of arguments, where it makes data."""
+    if function is TYPE_ARGUMENTS:
+        return None
+    if type(function) is Maker:
+        return function.make(*(plain(argument, *function.kinds) for argument in plain(arguments, tuple)))
+    if isinstance(function, type) and issubclass(function, Enum):
+        [value] = plain(arguments, tuple)
+        for member in function.__members__.values():
+            if type(member._value_) is type(value) and member._value_ == value:
+                return member
+    raise NotDataError("calls what makes no data")
+
+
+def _fill(target: Any, state: Any) -> None:
+    """Give an object its state."""
+    kind = type(target)
+    if issubclass(kind, Enum):
+        raise NotDataError("changes a member of an Enum, of which there is one in the process")
+    if kind is _NumberType:
+        target.order = plain(plain(state, tuple)[1], str)
+    elif kind is UUID:
+        object.__setattr__(target, "int", plain(plain(state, dict)["int"], int))
+        object.__setattr__(target, "is_safe", SafeUUID.unknown)
+    elif issubclass(kind, BaseModel):
+        values = _attributes(plain(state, dict)["__dict__"])
+        for name in [name for name in values if isinstance(getattr_static(kind, name, None), cached_property)]:
+            del values[name]  # it is computed again
+        parts = (state.get(f"__pydantic_{part}__") for part in ("fields_set", "extra", "private"))
+        fill_model(target, values, *(plain(part, dict, set, type(None)) for part in parts))
+    elif issubclass(kind, dspy.Example | Completions):
+        values = _attributes(state)
+        if not values.keys() <= OWN_ATTRIBUTES:  # any other name may stand for a method
+            raise NotDataError("gives an example attributes that it has not")
+        vars(target).update(values)
+    elif is_dataclass(kind):
+        if type(state) is list:  # of a frozen class with slots
+            state = dict(zip((field.name for field in fields(kind)), state, strict=True))
+        held, slots = state if type(state) is tuple else (state, None)
+        fill_dataclass(target, _attributes(held or {}) | _attributes(slots or {}))
+    else:
+        raise NotDataError("gives a state to what is no object of a class for data")
+
+
+def _attributes(values: Any) -> dict[str, Any]:
+    """Return attributes by name, but for the one that says of what types a generic class is."""
+    return {plain(name, str): value for name, value in plain(values, dict).items() if name != "__orig_class__"}
+
+
+def _key(key: Any) -> Any:
+    """Return a key whose hash runs no code of a class, and does not go deep."""
+    parts = [key]
+    for part in parts:  # which grows
+        kind = type(part)
+        if kind is frozenset or (issubclass(kind, tuple) and kind.__hash__ is tuple.__hash__):
+            if len(parts) + len(part) > MOST_KEY_PARTS:
+                raise NotDataError(f"has a key of more than {MOST_KEY_PARTS} parts")
+            parts += part if kind is frozenset else tuple.__iter__(part)
+        elif not issubclass(kind, Enum | numpy.generic):
+            plain(part, *KEYS)
+    return key
+
+
+def _extend(target: Any, items: list[Any]) -> None:
+    plain(target, list, deque).extend(items)
+
+
+def _add(target: Any, items: list[Any]) -> None:
+    plain(target, set).update(map(_key, items))
+
+
+def _update(target: Any, items: list[Any]) -> None:
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        plain(target, dict, OrderedDict, defaultdict, Counter)[_key(key)] = value
+
+
+_Unpickler: Any = pickle._Unpickler  # pyright: ignore[reportPrivateUsage]
+"""Python's reader in Python. The one in C calls what a class has, and a number in a file makes it fill the memory."""
+
+
+class _Instructions(dict[int, Callable[[Any], None]]):
+    def __missing__(self, code: int) -> Any:
+        if code in _Unpickler.dispatch:
+            raise NotDataError(f"has the instruction {chr(code)!r}, which pickles of data do not have")
+        raise KeyError(code)
+
+
+UNCHANGED = """PROTO FRAME STOP MARK POP POP_MARK MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1
+    BININT2 LONG1 LONG4 BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 EMPTY_TUPLE
+    TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST EMPTY_DICT EMPTY_SET STACK_GLOBAL"""
+"""Instructions that call nothing but :meth:`DataUnpickler.find_class`."""
+OURS: dict[str, Callable[[Any], None]] = {
+    "APPEND": lambda machine: machine.put(_extend, [machine.stack.pop()]),
+    "APPENDS": lambda machine: machine.put(_extend, machine.pop_mark()),
+    "ADDITEMS": lambda machine: machine.put(_add, machine.pop_mark()),
+    "SETITEM": lambda machine: machine.put(_update, [machine.stack.pop(), machine.stack.pop()][::-1]),
+    "SETITEMS": lambda machine: machine.put(_update, machine.pop_mark()),
+    "BUILD": lambda machine: machine.put(_fill, machine.stack.pop()),
+    "FROZENSET": lambda machine: machine.push(frozenset(map(_key, machine.pop_mark()))),
+    "REDUCE": lambda machine: machine.replace(_called, 2),
+    "NEWOBJ": lambda machine: machine.replace(_made, 2),
+    "NEWOBJ_EX": lambda machine: machine.replace(_made, 3),
+}
+"""Instructions that would call, write or hash."""
+
+
+class DataUnpickler(_Unpickler):
+    """Reads a pickle of protocol 4 or 5 that holds data.
+
+    Raises:
+        NotDataError: it does what data does not.
+        Exception: whatever a damaged file makes of it.
+    """
+
+    dispatch = _Instructions(
+        {
+            code: OURS.get(name) or _Unpickler.dispatch[code]
+            for name in (*UNCHANGED.split(), *OURS)
+            for code in getattr(pickle, name)
+        }
+    )
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        name = f"{module_name}.{global_name}"
+        value = MAKERS[name] if name in MAKERS else imported(module_name, global_name)
+        if name in MAKERS or _is_data(value):
+            return value
+        raise NotDataError(f"names {name[:100]}, which is no class for data that this process has imported")
+
+    def put(self, write: Callable[[Any, Any], object], content: Any) -> None:
+        """Write what was on the stack into the object below it."""
+        write(self.stack[-1], content)
+
+    def replace(self, make: Callable[..., Any], count: int) -> None:
+        """Make one object of those on top of the stack."""
+        values = [self.stack.pop() for _ in range(count)]
+        self.push(make(*reversed(values)))
+
+    def push(self, value: Any) -> None:
+        """Put an object onto the stack, which is another one than before where what it is made of was marked."""
+        self.stack.append(value)
+
 
 CHECKPOINT = "gepa_state.bin"
 SHOWN_CHARACTERS = 300

@@ -27,7 +27,7 @@ from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import Journal, RunJournal, reporting_damage
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, secrets_in
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.programs.values import is_readable
+from dspy_flashevolve.programs.records import is_readable
 
 logger = logger_named(__name__)
 

@@ -1,19 +1,155 @@
-"""Where a program's rollouts run: on the event loop where they can be awaited, else in threads."""
+"""Where a program's rollouts run: on the event loop where they can be awaited, else in threads; and its tools there.
+
+dspy's ``Tool.acall`` calls a function that is no coroutine function on the loop, which waits meanwhile, and
+``Tool.__call__`` raises for a coroutine function, which ``dspy.ReAct`` shows to its LM as an observation. A rollout's
+program has tools that do not depend on where it runs:
+
+======================  =============================  =====================================================
+the tool's function     the program is on the loop     the program is in a thread
+======================  =============================  =====================================================
+coroutine function      awaited, as by dspy            runs on the run's loop, where its clients live; the
+                                                       thread waits
+any other               runs in a thread; a coroutine  called, as by dspy; a coroutine that it returns runs
+                        that it returns is awaited     on the run's loop
+======================  =============================  =====================================================
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import dspy
+from dspy.adapters.types.tool import Tool
 from dspy.clients.base_lm import BaseLM
 from dspy.primitives.module import Module
+from dspy.utils.callback import with_callbacks
 from dspy.utils.dummies import DummyLM
 
-from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.loop import LoopPortal, Threads
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.programs.tools import is_blocking_tool, is_coroutine_tool, tools_of
+
+_call: Any = getattr(Tool.__call__, "__wrapped__", Tool.__call__)
+"""dspy's own way, without its callbacks."""
+
+
+def tools_of(program: Module) -> list[Any]:
+    """List the tools that a program's modules have in their attribute ``tools``, as dspy.ReAct does."""
+    return [tool for _, module in program.named_sub_modules() for tool in _listed(getattr(module, "tools", None))]
+
+
+def _listed(tools: Any) -> list[Any]:
+    if isinstance(tools, dict):
+        return list(cast("dict[Any, Any]", tools).values())
+    return list(cast("list[Any]", tools)) if isinstance(tools, list | tuple) else []
+
+
+def is_coroutine_tool(tool: Any) -> bool:
+    """Whether a tool has to be awaited: by its function, what that wraps, or an ``acall`` of its own.
+
+    >>> async def search(query: str) -> str: ...
+    >>> is_coroutine_tool(search), is_coroutine_tool(Tool(search)), is_coroutine_tool(Tool(lambda: 1, name="one"))
+    (True, True, False)
+    """
+    if isinstance(tool, Tool) and type(tool).acall is not Tool.acall:
+        return True
+    function: Any = tool.func if isinstance(tool, Tool) else tool
+    return _is_coroutine_function(function) or _is_coroutine_function(inspect.unwrap(function))
+
+
+def is_blocking_tool(tool: Any) -> bool:
+    """Whether a tool may hold up the loop; the function by which dspy.ReAct says that it has finished does not."""
+    function: Any = tool.func if isinstance(tool, Tool) else tool
+    is_finish = inspect.isfunction(function) and function.__module__ == dspy.ReAct.__module__
+    return callable(function) and not is_finish and not is_coroutine_tool(tool)
+
+
+def _is_coroutine_function(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+class ToolCalls:
+    """Makes the tools of rollouts' copies callable from where these run.
+
+    Args:
+        threads: where functions run that may hold up the loop.
+    """
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._warned = False
+        self._class_for = cache(self._subclass)
+
+    def prepare(self, program: Module) -> None:
+        """Let a program's tools run where they belong, wherever the program runs; ``program`` is a copy."""
+
+        def replaced(tool: Any) -> Any:
+            kind = type(tool)
+            # A class with calls of its own knows what it does.
+            is_dspys = isinstance(tool, Tool) and kind.acall is Tool.acall and kind.__call__ is Tool.__call__
+            if not is_dspys:
+                return tool
+            result = copy.copy(tool)
+            # Only the calls change: its function stays what programs and interpreters see.
+            object.__setattr__(result, "__class__", self._class_for(kind, is_blocking_tool(tool)))
+            return result
+
+        modules: list[tuple[str, Any]] = list(program.named_sub_modules())
+        for _, module in modules:
+            tools: Any = getattr(module, "tools", None)
+            if isinstance(tools, dict):
+                named = cast("dict[Any, Any]", tools)
+                module.tools = {name: replaced(tool) for name, tool in named.items()}
+            elif type(tools) in (list, tuple):
+                module.tools = type(tools)(map(replaced, tools))
+
+    def _subclass(self, kind: type, blocks: bool) -> type:
+        """Make a class of the same name with other calls; dspy's callbacks are told of them as of the tool's own."""
+
+        def call(tool: Any, **kwargs: Any) -> Any:
+            if self._is_on_loop():
+                return _call(tool, **kwargs)
+            result = tool.func(**tool._validate_and_parse_args(**kwargs))
+            if not inspect.iscoroutine(result):
+                return result
+            self._warn_once(tool.name)
+            return LoopPortal(self._threads.loop).run(result)
+
+        async def acall(tool: Any, **kwargs: Any) -> Any:
+            arguments = tool._validate_and_parse_args(**kwargs)
+            if self._is_on_loop():
+                result = await self._threads.run(tool.func, **arguments) if blocks else tool.func(**arguments)
+                return await result if inspect.iscoroutine(result) else result
+            result = tool.func(**arguments)
+            if not inspect.iscoroutine(result):
+                return result
+            # The loop of this thread ends with the rollout; what a tool keeps open belongs to the run's.
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(result, self._threads.loop))
+
+        members: dict[str, Any] = {"__call__": with_callbacks(call), "acall": with_callbacks(acall)}
+        return type(kind)(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
+
+    def _is_on_loop(self) -> bool:
+        """Whether this is the run's loop; before the run has used a thread, there is no other."""
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        return running is getattr(self._threads, "loop", running)
+
+    def _warn_once(self, name: str) -> None:
+        if not self._warned and not dspy.settings.allow_tool_async_sync_conversion:
+            self._warned = True
+            logger.warning(
+                "Tool %s is a coroutine function, in a program that is called synchronously. It is awaited here; where "
+                "you call the program yourself, use `await program.acall(...)`, or "
+                "dspy.configure(allow_tool_async_sync_conversion=True), or dspy refuses to call the tool.",
+                name,
+            )
+
 
 logger = logger_named(__name__)
 
@@ -78,7 +214,7 @@ def runs_on_loop(program: Module) -> bool:
     overrides only ``forward`` or ``__call__`` inherits what would skip that code. Every LM that it may call (its
     predictors' own, else the configured one) must answer asynchronously. And what is known to block must
     not be in it: code interpreters wait, and dspy calls a tool that is no coroutine function on the loop. Beside a
-    coroutine tool, which has to be awaited, such tools run in threads: see :class:`~.tools.ToolCalls`.
+    coroutine tool, which has to be awaited, such tools run in threads: see :class:`~.placement.ToolCalls`.
     """
     tools = tools_of(program)
     return (

@@ -1,24 +1,351 @@
-"""Rollouts as JSON, and back: what the journal keeps of an output and of a trace.
+"""Rollouts and replies as JSON, and back: what the journal keeps.
 
 Outputs are kept for people and for gepa's best outputs; what JSON does not have is kept as text. Traces are kept to be
 reflected on after a crash, so they come back equal or not at all: a trace is read again when it is written, and is not
 kept where that gives another one. Its rollout is then made anew, if an interrupted run still has to reflect on it.
+
+Values are JSON, and no pickle: secrets can be taken out of it, reading it runs no code and imports nothing, and SQL can
+read it. Objects are written by what they hold, each value with its own type, and read without their validators, which
+would change them. An object of a class that is not named here cannot be written, and is made anew when it is needed.
 """
 
 from __future__ import annotations
 
+import base64
 import copy
+import inspect
 import json
+import math
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from types import ModuleType
+from typing import Any, Generic, TypeVar, cast
+from uuid import UUID
 
 import dspy
+from dspy.primitives.prediction import Completions
+from dspy.teleprompt.bootstrap_trace import FailedPrediction
+from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.rollouts import RequestCost, Rollout
-from dspy_flashevolve.programs.values import InexactError, decode, encode, from_json, to_json
+
+T = TypeVar("T", bound=type)
+
+
+class InexactError(Exception):
+    """The value would not come back as it is."""
+
+
+def _span(text: str) -> timedelta:
+    days, seconds, microseconds = map(int, text.split())
+    return timedelta(days, seconds, microseconds)
+
+
+def fraction_of(text: str) -> Fraction:
+    """Read "1/3", and no text with an exponent, which may stand for a number that fills the memory."""
+    return Fraction(*map(int, text.split("/")))
+
+
+TEXTS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    date: (date.isoformat, date.fromisoformat),
+    datetime: (datetime.isoformat, datetime.fromisoformat),
+    time: (time.isoformat, time.fromisoformat),
+    timedelta: (lambda value: f"{value.days} {value.seconds} {value.microseconds}", _span),
+    Decimal: (str, Decimal),
+    Fraction: (str, fraction_of),
+    UUID: (str, UUID),
+    complex: (repr, complex),
+}
+"""Type -> how its values are written as a text, and read."""
+TEXT_NAMES = {kind.__name__: kind for kind in TEXTS}
+
+
+def to_json(value: Any) -> str:
+    """Write a value as JSON text, and check that reading it gives an equal one.
+
+    >>> from_json(to_json({"a": (1, [None, "b"])}))
+    {'a': (1, [None, 'b'])}
+
+    Raises:
+        InexactError: what :func:`from_json` makes of it is another value.
+        Exception: it cannot be written, or not be read: whatever a class of the user's raises.
+    """
+    text = json.dumps(encode(value))
+    if json.dumps(encode(from_json(text))) != text:
+        raise InexactError(f"a {type(value).__name__} that is another one when it is read")
+    return text
+
+
+def from_json(text: str) -> Any:
+    """Read the value that :func:`to_json` was given.
+
+    Raises:
+        InexactError: it holds an object of a class that is not there any more, or is another one now.
+    """
+    return decode(json.loads(text))
+
+
+def is_readable(trace: str) -> bool:
+    """Whether the values in a trace that was kept can still be read: a class may be gone, or have other fields.
+
+    Args:
+        trace: as :class:`~.records.RolloutRecords` writes it; that of another loop counts as readable.
+    """
+    record = json.loads(trace)
+    if not isinstance(record, dict) or "trace" not in record:
+        return True
+    try:
+        for part in (
+            record["prediction"],
+            record["score"],
+            *(value for _, *values in record["trace"] for value in values),
+        ):
+            decode(part)
+    except Exception:  # whatever a class of the user's raises
+        return False
+    return True
+
+
+def encode(value: Any) -> Any:
+    """Express a value by what JSON has, so that :func:`decode` makes an equal one of it.
+
+    Raises:
+        InexactError: it, or something in it, is of a type that is not known here.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"x": repr(value)}
+    if kind is list:
+        return [encode(item) for item in value]
+    if kind is tuple:
+        return {"t": [encode(item) for item in value]}
+    if kind is dict:
+        if all(type(name) is str for name in value):
+            return {"d": _encode_items(value)}
+        return {"i": [[encode(name), encode(item)] for name, item in value.items()]}
+    if kind in (set, frozenset):
+        items = sorted((encode(item) for item in value), key=json.dumps)
+        return {"s" if kind is set else "z": items}
+    if kind in TEXTS:
+        return {"c": [kind.__name__, _text_of(value, kind)]}
+    if kind is FailedPrediction:
+        return {"f": [encode(value.completion_text), encode(value.format_reward)]}
+    if isinstance(value, _numpys_numbers()) and value.dtype.kind in "biuf":
+        return {"n": [kind.__name__, encode(value.item())]}
+    if isinstance(value, dspy.Prediction):
+        return _encode_prediction(value)
+    if isinstance(value, Enum):
+        return {"e": [*_name(kind, Enum), encode(value.name)]}
+    if isinstance(value, BaseModel):
+        return {"m": [*_name(kind, BaseModel), *map(encode, _state_of(value))]}
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return {"u": [*_name(kind, tuple), [encode(item) for item in value]]}
+    if is_dataclass(value):
+        names = [field.name for field in fields(value)]
+        if set(getattr(value, "__dict__", ())) - set(names):
+            raise InexactError(f"a {kind.__name__} with more than its fields")
+        return {"a": [*_name(kind, object), {name: encode(getattr(value, name)) for name in names}]}
+    raise InexactError(f"a {kind.__name__}")
+
+
+def _numpys_numbers() -> tuple[Any, ...]:
+    """Return the base classes of numpy's numbers; nothing where nobody has imported numpy."""
+    numpy: Any = sys.modules.get("numpy")
+    return () if numpy is None else (numpy.number, numpy.bool_)
+
+
+def _encode_items(value: dict[str, Any]) -> dict[str, Any]:
+    if not all(type(name) is str for name in value):
+        raise InexactError("a field whose name is no text")
+    return {name: encode(item) for name, item in value.items()}
+
+
+def _text_of(value: Any, kind: type) -> str:
+    zone: Any = getattr(value, "tzinfo", None)
+    if getattr(value, "fold", 0) or not (zone is None or type(zone) is timezone):
+        raise InexactError("a time whose zone is more than an offset")
+    return TEXTS[kind][0](value)
+
+
+def _encode_prediction(value: dspy.Prediction) -> dict[str, Any]:
+    """Encode a prediction; its completions only where there are several, else they are its fields once more."""
+    state: dict[str, Any] = vars(value)
+    store, usage = state["_store"], state["_lm_usage"]
+    completions = None if state["_completions"] is None else dict(state["_completions"].items())
+    if completions is not None and all(len(items) == 1 for items in completions.values()):
+        completions = None
+    if type(value) is dspy.Prediction and completions is None and usage is None:
+        return {"p": _encode_items(store)}
+    return {"P": [*_name(type(value), dspy.Prediction), _encode_items(store), encode(completions), encode(usage)]}
+
+
+def _state_of(model: BaseModel) -> tuple[Any, ...]:
+    """Return the values of a model's fields, the names of those that were set, and what it holds beside them."""
+    kind, held = type(model), vars(model)
+    for name in held.keys() - kind.model_fields.keys():
+        if not isinstance(inspect.getattr_static(kind, name, None), cached_property):  # which is computed again
+            raise InexactError(f"a {kind.__name__} with an attribute {name!r} that is no field")
+    values = {name: held[name] for name in kind.model_fields if name in held}
+    return values, model.model_fields_set, model.__pydantic_extra__, model.__pydantic_private__
+
+
+def decode(value: Any) -> Any:
+    """Make the value that :func:`encode` was given.
+
+    Raises:
+        InexactError: a class that is not there any more, or is another one now.
+    """
+    if isinstance(value, list):
+        return [decode(item) for item in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    [(kind, data)] = cast("dict[str, Any]", value).items()
+    if kind not in READERS:
+        raise InexactError(f"it was written in another way, {kind!r}")
+    return READERS[kind](data)
+
+
+def _decode_items(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: decode(item) for name, item in data.items()}
+
+
+def _read_prediction(data: list[Any]) -> dspy.Prediction:
+    module, qualified, store, completions, usage = data
+    prediction = object.__new__(_class_named(module, qualified, dspy.Prediction))
+    several = decode(completions)
+    held = {"_completions": None if several is None else Completions(several), "_lm_usage": decode(usage)}
+    vars(prediction).update(_store=_decode_items(store), **held)
+    return prediction
+
+
+def _read_model(data: list[Any]) -> BaseModel:
+    module, qualified, *state = data
+    model = object.__new__(_class_named(module, qualified, BaseModel))
+    fill_model(model, *map(decode, state))
+    return model
+
+
+def fill_model(model: BaseModel, values: dict[str, Any], set_fields: Any, extra: Any, private: Any) -> None:
+    """Give a model, made by ``object.__new__``, its state, without its validators.
+
+    Raises:
+        InexactError: it has other fields.
+    """
+    if values.keys() - type(model).model_fields.keys():
+        raise InexactError(f"{type(model).__module__}.{type(model).__qualname__} has other fields now")
+    state = {"__dict__": values, "__pydantic_fields_set__": set_fields}
+    BaseModel.__setstate__(model, state | {"__pydantic_extra__": extra, "__pydantic_private__": private})
+
+
+def _read_dataclass(data: list[Any]) -> Any:
+    module, qualified, values = data
+    kind = _class_named(module, qualified, object)
+    if not is_dataclass(kind) or values.keys() != {field.name for field in fields(kind)}:
+        raise InexactError(f"{module}.{qualified} has other fields now")
+    result = object.__new__(kind)
+    fill_dataclass(result, _decode_items(values))
+    return result
+
+
+def fill_dataclass(target: Any, values: dict[str, Any]) -> None:
+    """Give an object of a dataclass, made by ``object.__new__``, its fields.
+
+    Raises:
+        InexactError: it has other fields.
+    """
+    if values.keys() - {field.name for field in fields(target)}:
+        raise InexactError(f"{type(target).__module__}.{type(target).__qualname__} has other fields now")
+    for name, value in values.items():
+        object.__setattr__(target, name, value)
+
+
+def _read_named_tuple(data: list[Any]) -> Any:
+    module, qualified, items = data
+    kind = _class_named(module, qualified, tuple)
+    if len(items) != len(getattr(kind, "_fields", ())):
+        raise InexactError(f"{module}.{qualified} has other fields now")
+    return tuple.__new__(kind, [decode(item) for item in items])
+
+
+def _read_number(data: list[Any]) -> Any:
+    kind = imported("numpy", data[0])
+    if not isinstance(kind, type) or not issubclass(kind, _numpys_numbers()):
+        raise InexactError(f"numpy has no numbers {data[0]} any more")
+    return kind(decode(data[1]))
+
+
+def _read_enum(data: list[Any]) -> Any:
+    module, qualified, name = data
+    try:
+        return _class_named(module, qualified, Enum)[name]
+    except KeyError as error:
+        raise InexactError(f"{module}.{qualified} has no {error} any more") from error
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "x": float,
+    "t": lambda data: tuple(decode(item) for item in data),
+    "d": _decode_items,
+    "i": lambda data: {decode(name): decode(item) for name, item in data},
+    "s": lambda data: {decode(item) for item in data},
+    "z": lambda data: frozenset(decode(item) for item in data),
+    "c": lambda data: TEXTS[TEXT_NAMES[data[0]]][1](data[1]),
+    "n": _read_number,
+    "f": lambda data: FailedPrediction(*map(decode, data)),
+    "p": lambda data: dspy.Prediction(**_decode_items(data)),
+    "P": _read_prediction,
+    "e": _read_enum,
+    "m": _read_model,
+    "u": _read_named_tuple,
+    "a": _read_dataclass,
+}
+"""Mark of a kind of values -> what reads a value of it. The marks are in journals: a mark never changes its meaning."""
+
+
+def _name(kind: type, base: type) -> tuple[str, str]:
+    """Return the name by which :func:`_class_named` finds a class.
+
+    Raises:
+        InexactError: it does not: the class is defined inside a function, say.
+    """
+    name = kind.__module__, kind.__qualname__
+    if _class_named(*name, base) is not kind:
+        raise InexactError(f"a {kind.__name__}, which is another one than {'.'.join(name)}")
+    return name
+
+
+def _class_named(module: str, qualified: str, base: T) -> T:
+    """Find a class that the program has imported already.
+
+    Raises:
+        InexactError: there is none of this name, it is no subclass of ``base``, or does something when objects go.
+    """
+    held = imported(module, qualified)
+    if not isinstance(held, type) or not issubclass(held, base) or hasattr(held, "__del__"):
+        raise InexactError(f"no {base.__name__} {module}.{qualified} is imported")
+    return cast(T, held)
+
+
+def imported(module: str, qualified: str) -> Any:
+    """Find what a name in a file stands for; None where nothing of that name is imported.
+
+    Nothing is imported by it, and no code runs: a module may import, or do anything, where it is asked for a name.
+    """
+    held: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        held = vars(held).get(part) if isinstance(held, ModuleType | type) else None
+    return held
+
 
 MAX_READY = 64
 """Candidates whose predictors are kept ready, as many as programs are (``program.MAX_READY``)."""

@@ -1,7 +1,7 @@
 """Reflecting on rollouts of a program: what the reflection LM reads, and the new texts that it proposes.
 
 Both are dspy's own GEPA adapter. Around it stands what that has no need for: the metric's feedback is asked for one
-example at a time and only where it could say something new (see :mod:`.feedback`), and an error of the provider is told
+example at a time and only where it could say something new (see :mod:`.metric`), and an error of the provider is told
 from one of the user's code.
 """
 
@@ -29,7 +29,8 @@ from dspy_flashevolve.engine.loop import LoopPortal, Threads
 from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.faults import is_out_of_context, raise_provider_fault, recording_lm_calls
-from dspy_flashevolve.programs.feedback import (
+from dspy_flashevolve.programs.metric import (
+    Metric,
     Question,
     name_faults,
     questions_for,
@@ -37,7 +38,6 @@ from dspy_flashevolve.programs.feedback import (
     text_with,
     value_of,
 )
-from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.mistakes import Kind, Mistakes
 from dspy_flashevolve.programs.placement import answers_asynchronously, has_own_aforward
 from dspy_flashevolve.programs.replies import CutOffReplyError

@@ -30,14 +30,13 @@ from dspy_flashevolve.programs.building import StudentAdapter, copy_of
 from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.placement import runs_on_loop
+from dspy_flashevolve.programs.placement import ToolCalls, runs_on_loop
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.ray_rollouts import Actors
 from dspy_flashevolve.programs.records import ModuleReply, ProgramRecord, ReplyText
 from dspy_flashevolve.programs.replies import CutOffReplyError, recording_cut_off_replies
 from dspy_flashevolve.programs.servers import endpoint_of, watchers
 from dspy_flashevolve.programs.settings import RunSettings
-from dspy_flashevolve.programs.tools import ToolCalls
 from dspy_flashevolve.programs.usage import (
     Entry,
     Place,

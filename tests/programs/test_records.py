@@ -26,13 +26,16 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.programs.fingerprints import differences, fingerprints_of
 from dspy_flashevolve.programs.records import (
+    InexactError,
     ModuleReply,
     ReplyText,
     RolloutRecords,
+    from_json,
+    is_readable,
     output_in,
     output_text,
+    to_json,
 )
-from dspy_flashevolve.programs.values import InexactError, from_json, is_readable, to_json
 from tests.fakes import Chain, digits, examples
 
 
