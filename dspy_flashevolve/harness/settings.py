@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.harness.archive import Cost
 from dspy_flashevolve.sandbox.contract import Limits
 
@@ -26,7 +25,6 @@ class HarnessSettings:
     proposer_runs: int
     proposer_tokens: int | None
     directions: tuple[str, ...]
-    staleness: StalenessPolicy
     cost: Cost
     limits: Limits
     learn_batch: int
