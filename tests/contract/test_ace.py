@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.models import REPLY_MODELS
-from dspy_flashevolve import AsyncACE, ConfigurationError, DataError, Playbook, Reflective, RunAbortedError
+from dspy_flashevolve import AsyncACE, ConfigurationError, DataError, Playbook, RunAbortedError
 from dspy_flashevolve.sim import PROFILES, HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import left_threads, steps_of
@@ -153,7 +153,6 @@ def test_in_lockstep_one_sample_is_under_way_at_a_time() -> None:
     working = sum(stats.busy_seconds_by_stage[name] for name in ("rollout", "reflect", "curate"))
     assert working <= stats.seconds
     assert stats.gaps["before_commit"] == {0: stats.samples}
-    assert stats.additions == {}
 
 
 def test_the_asynchronous_form_learns_from_more_samples_in_the_same_time() -> None:
@@ -165,13 +164,6 @@ def test_the_slots_adapt_where_no_number_of_threads_is_given() -> None:
     stats: Any = compiled(num_threads=None, max_concurrency=32, max_seconds=60).async_stats
     assert stats.limit_changes
     assert stats.samples > 0
-
-
-@pytest.mark.parametrize("staleness", ["full", "guarded"])
-def test_stale_additions_are_counted_by_what_became_of_them(staleness: str) -> None:
-    stats: Any = compiled(staleness=staleness, num_threads=24).async_stats
-    assert sum(stats.additions.values()) > 0
-    assert stats.looks["admit"] > 0
 
 
 @pytest.mark.parametrize(
@@ -660,27 +652,6 @@ def test_a_cancelled_run_waits_for_no_validation() -> None:
     assert run(main) < 10
 
 
-def test_a_policy_that_wants_to_integrate_ends_the_run_by_name() -> None:
-    class Integrates:
-        def decide(self, look: Any, history: Any) -> Any:
-            return Reflective(min_gap=0).decide(look, history)
-
-    with pytest.raises(RunAbortedError, match=r"Integrates.* wants to integrate") as raised:
-        compiled(staleness=Integrates(), num_threads=24)
-    assert isinstance(raised.value.__cause__, ConfigurationError)
-
-
-def test_what_a_policy_raises_ends_the_run_with_the_best_program_so_far() -> None:
-    class Broken:
-        def decide(self, look: Any, history: Any) -> Any:
-            raise KeyError("gap")
-
-    with pytest.raises(RunAbortedError, match="KeyError: 'gap'") as raised:
-        compiled(staleness=Broken(), num_threads=24)
-    assert isinstance(raised.value.__cause__, KeyError)
-    assert raised.value.best_program.async_stats.snapshots[0].version == 0
-
-
 # Arguments
 
 
@@ -694,10 +665,6 @@ def test_what_a_policy_raises_ends_the_run_with_the_best_program_so_far() -> Non
         ({"eval_every": 1.5}, "eval_every is 1.5"),
         ({"attach": "answer"}, "attach is 'answer'"),
         ({"attach": []}, r"attach is \[\]"),
-        ({"staleness": "stale"}, "staleness is 'stale'"),
-        ({"staleness": object}, "staleness is"),
-        ({"staleness": "reflective"}, "staleness is 'reflective'.*use 'guarded'"),
-        ({"staleness": Reflective()}, "staleness is Reflective.*use 'guarded'"),
         ({"schedule": "later"}, "schedule is 'later'"),
         ({"num_threads": 0}, "num_threads is 0"),
         ({"max_metric_calls": 0}, "max_metric_calls is 0"),
