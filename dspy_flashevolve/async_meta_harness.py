@@ -14,11 +14,10 @@ from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
 from dspy_flashevolve.harness.archive import Cost, Evaluated, Failed, context_tokens
-from dspy_flashevolve.harness.evaluating import task_of, texts_of
+from dspy_flashevolve.harness.evaluating import HarnessSettings, task_of, texts_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import DIRECTIONS, Directions
 from dspy_flashevolve.harness.run import HarnessRun
-from dspy_flashevolve.harness.settings import HarnessSettings
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.run import DspyRun, with_compile_events
