@@ -39,11 +39,11 @@ TARGET_SAMPLES = 2.5
 def planned(options: argparse.Namespace) -> list[Row]:
     """Every run, without its figures."""
     backends = [options.model] if options.api_base else options.profiles
-    runs = product(backends, options.tasks, range(options.seeds), options.staleness, SCHEDULES)
+    runs = product(backends, options.tasks, range(options.seeds), SCHEDULES)
     sizes = (options.train, options.val, options.eval_every, "" if options.api_base else options.model)
     rows = [
-        Row(task, schedule, staleness, backend, seed, options.slots, options.seconds, *sizes)
-        for backend, task, seed, staleness, schedule in runs
+        Row(task, schedule, backend, seed, options.slots, options.seconds, *sizes)
+        for backend, task, seed, schedule in runs
     ]
     return list({row.key: row for row in rows}.values())
 
@@ -66,22 +66,22 @@ def made(options: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Row]:
 
 def report(rows: Sequence[Row]) -> str:
     """A line for each schedule, medians over the seeds, and whether the targets are met."""
-    groups: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
+    groups: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:
         if not row.error:
             backend = f"{row.backend}, {row.model}" if row.model else row.backend
-            groups.setdefault((row.task, backend, row.staleness), {}).setdefault(row.schedule, []).append(row)
+            groups.setdefault((row.task, backend), {}).setdefault(row.schedule, []).append(row)
     lines: list[list[str]] = []
     verdicts: list[str] = []
-    for (task, backend, staleness), of in groups.items():
+    for (task, backend), of in groups.items():
         for schedule, own in of.items():
             scores = [row.best_score for row in own if row.best_score is not None]
             figures = [str(Spread.of(row.samples_per_minute for row in own)), str(Spread.of(scores)) if scores else "-"]
             calls = shown(statistics.median(row.metric_calls for row in own), ".0f")
-            lines.append([task, backend, staleness, schedule, *figures, calls, str(len(own))])
+            lines.append([task, backend, schedule, *figures, calls, str(len(own))])
         if set(of) == set(SCHEDULES):
-            verdicts.append(_verdict(f"{task}, {backend}, {staleness}", of))
-    header = ["task", "backend", "staleness", "schedule", "samples/min", "best score", "metric calls", "seeds"]
+            verdicts.append(_verdict(f"{task}, {backend}", of))
+    header = ["task", "backend", "schedule", "samples/min", "best score", "metric calls", "seeds"]
     return "\n".join([table(header, lines), "", *verdicts])
 
 
@@ -108,7 +108,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tasks", nargs="+", default=["few", "formula"], help=f"{', '.join(TASKS)}, or named workloads"
     )
-    parser.add_argument("--staleness", nargs="+", default=["guarded"], help="full, guarded")
     parser.add_argument("--seconds", type=float, default=240.0, help="the fixed time")
     parser.add_argument("--slots", type=int, default=64, help="requests in flight at most")
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds")

@@ -34,7 +34,6 @@ class Row:
     Attributes:
         task: Kind of house rules task, or the name of a workload.
         schedule: "lockstep" or "async".
-        staleness: AsyncACE's.
         backend: The simulated profile, or the real model.
         seed: Of the task, the model and the optimizer.
         slots: Requests in flight at most.
@@ -52,7 +51,6 @@ class Row:
         total_seconds: Until the run had drained.
         final_score: Of the playbook that was returned, drained.
         problems: Kind -> replies, or parts of them, that could not be used; drained.
-        additions: Stale additions, by what became of them; drained.
         snapshots: Second, version, score of each validation; drained.
         curve: Second, metric calls, validated score and true score (on examples that nobody saw) of the best playbook
             then, at `CURVE_POINTS` moments up to the limit; empty on a real server.
@@ -61,7 +59,6 @@ class Row:
 
     task: str
     schedule: str
-    staleness: str
     backend: str
     seed: int
     slots: int
@@ -79,7 +76,6 @@ class Row:
     total_seconds: float = 0.0
     final_score: float | None = None
     problems: dict[str, int] = field(default_factory=dict)
-    additions: dict[str, int] = field(default_factory=dict)
     snapshots: list[list[float]] = field(default_factory=list)
     curve: list[list[float]] = field(default_factory=list)
     error: str = ""
@@ -93,7 +89,7 @@ class Row:
     def key(self) -> tuple[object, ...]:
         """What the run was to be."""
         size = (self.slots, self.limit, self.train, self.val, self.eval_every)
-        return (self.task, self.backend, self.model, *size, self.seed, self.schedule, self.staleness)
+        return (self.task, self.backend, self.model, *size, self.seed, self.schedule)
 
 
 def optimizer_for(row: Row, metric: Callable[..., Any], reflection_lm: dspy.LM) -> AsyncACE:
@@ -105,7 +101,6 @@ def optimizer_for(row: Row, metric: Callable[..., Any], reflection_lm: dspy.LM) 
         num_threads=row.slots,
         epochs=EPOCHS,
         schedule=row.schedule,  # type: ignore[arg-type]
-        staleness=row.staleness,  # type: ignore[arg-type]
         max_seconds=row.limit,
         eval_every=row.eval_every,
         seed=row.seed,
@@ -205,6 +200,5 @@ def drained(row: Row, stats: AceStats, seconds: float) -> Row:
         total_seconds=seconds,
         final_score=max(one.score for one in stats.snapshots),
         problems=stats.problems,
-        additions=stats.additions,
         snapshots=[[round(one.seconds, 3), one.version, one.score] for one in stats.snapshots],
     )

@@ -11,7 +11,7 @@ import dspy
 from dspy.primitives import Example, Module
 from dspy.teleprompt.teleprompt import Teleprompter
 
-from dspy_flashevolve.ace.learner import playbook_in
+from dspy_flashevolve.ace.learner import AceSettings, playbook_in
 from dspy_flashevolve.ace.playbook import (
     SECTIONS,
     CountTokens,
@@ -21,10 +21,8 @@ from dspy_flashevolve.ace.playbook import (
     checked_sections,
 )
 from dspy_flashevolve.ace.run import AceRun
-from dspy_flashevolve.ace.settings import AceSettings, policy_of
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
-from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
@@ -32,7 +30,7 @@ from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.run import with_compile_events
 from dspy_flashevolve.programs.settings import RunSettings, Schedule, check_counts, check_data, settings_of
 
-COUNTS = ("max_rounds", "epochs", "curator_frequency", "token_budget", "eval_every", "validations_at_once")
+COUNTS = ("max_rounds", "epochs", "curator_frequency", "token_budget", "eval_every")
 """The arguments that are whole numbers of at least 1."""
 
 
@@ -62,9 +60,6 @@ class AsyncACE(Teleprompter):
             8,192.
         eval_every: samples between two snapshots that are validated. Default 10.
         attach: names of the predictors that get the playbook, as ``named_predictors`` has them, or "all" (default).
-        staleness: what happens to an addition that was written before others added bullets. "full" admits it. "guarded"
-            (default) drops it when it is more than 64 versions behind, and merges it into a newer bullet that says
-            nearly the same in words. Or a policy: `Full`, `Guarded`, or an object of your own that admits or discards.
         num_threads: most requests in flight, over all stages. Default None: found out while the run goes on.
         max_concurrency: most requests in flight when ``num_threads`` is None. Default None: 256.
         schedule: "async" (default), or "lockstep": the calls of ACE's reference loop, in its order: one sample at a
@@ -77,7 +72,6 @@ class AsyncACE(Teleprompter):
         failure_score: score of an example on which the program or the metric raises. Default 0.0.
         reflector, curator: modules in place of `SampleReflection` and `PlaybookCuration`.
         count_tokens: a function from a text to its number of tokens. Default: one token for every four bytes.
-        validations_at_once: most snapshots that are validated at the same time. Default 1.
         rollout_timeout_seconds: a rollout that takes longer is given up and asked for again. Default None: never.
         max_outage_seconds: a provider that answers nothing for so long ends the run. Default 60; None: never.
         metric_lock: True for a metric that is not thread-safe: it is called once at a time. Default False.
@@ -113,7 +107,6 @@ class AsyncACE(Teleprompter):
         token_budget: int = 8192,
         eval_every: int = 10,
         attach: Literal["all"] | Sequence[str] = "all",
-        staleness: Literal["full", "guarded"] | StalenessPolicy = "guarded",
         num_threads: int | None = None,
         max_concurrency: int | None = None,
         schedule: Schedule = "async",
@@ -125,7 +118,6 @@ class AsyncACE(Teleprompter):
         reflector: Module | None = None,
         curator: Module | None = None,
         count_tokens: CountTokens = approximate_tokens,
-        validations_at_once: int = 1,
         rollout_timeout_seconds: float | None = None,
         max_outage_seconds: float | None = OUTAGE_SECONDS,
         metric_lock: bool = False,
@@ -139,7 +131,7 @@ class AsyncACE(Teleprompter):
         self.max_rounds, self.epochs, self.curator_frequency = max_rounds, epochs, curator_frequency
         self.no_ground_truth = no_ground_truth
         self.token_budget, self.eval_every = token_budget, eval_every
-        self.attach, self.staleness = attach, staleness
+        self.attach = attach
         self.num_threads, self.max_concurrency = num_threads, max_concurrency
         self.schedule: Schedule = schedule
         self.max_metric_calls, self.max_seconds = max_metric_calls, max_seconds
@@ -148,7 +140,6 @@ class AsyncACE(Teleprompter):
         self.reflector = reflector or SampleReflection()
         self.curator = curator or PlaybookCuration()
         self.count_tokens = count_tokens
-        self.validations_at_once = validations_at_once
         self.rollout_timeout_seconds, self.max_outage_seconds = rollout_timeout_seconds, max_outage_seconds
         self.metric_lock, self.rollouts = metric_lock, rollouts
         self.seed, self.log_dir = seed, log_dir
@@ -262,7 +253,7 @@ class AsyncACE(Teleprompter):
     def _settings(self) -> AceSettings:
         """This optimizer's arguments as they are now, frozen for the length of a run."""
         run = settings_of(RunSettings, self)
-        return settings_of(AceSettings, self, run=run, staleness=policy_of(self.staleness))
+        return settings_of(AceSettings, self, run=run)
 
     def _offline_run(self, student: Module, trainset: Any, valset: Any, playbook: Playbook | None) -> AceRun:
         check_data(student, trainset, None, valset)
@@ -335,7 +326,6 @@ def _is_number(value: object) -> bool:
 def _check_arguments(optimizer: Any) -> None:  # Any: a user's arguments can be of any type until they are checked
     """Raise ConfigurationError for an argument of AsyncACE that cannot work."""
     check_counts(**{name: getattr(optimizer, name) for name in COUNTS})
-    policy_of(optimizer.staleness)
     attach, log_dir = optimizer.attach, optimizer.log_dir
     expected = {
         "metric": (callable(optimizer.metric), "a function (example, prediction, ...)"),

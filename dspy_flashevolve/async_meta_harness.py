@@ -13,13 +13,11 @@ from dspy.teleprompt.teleprompt import Teleprompter
 from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
-from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.harness.archive import Cost, Evaluated, Failed, context_tokens
-from dspy_flashevolve.harness.evaluating import task_of, texts_of
+from dspy_flashevolve.harness.evaluating import HarnessSettings, task_of, texts_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import DIRECTIONS, Directions
 from dspy_flashevolve.harness.run import HarnessRun
-from dspy_flashevolve.harness.settings import HarnessSettings
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.run import DspyRun, with_compile_events
@@ -78,8 +76,6 @@ class AsyncMetaHarness(Teleprompter):
         num_threads: most requests in flight, over all stages. Default None: found out, as in `AsyncGEPA`.
         schedule: "async" (default), or "lockstep": one proposal at a time, from its writing to its admission, in the
             same slots.
-        staleness: what happens to a proposal that was written while others were admitted: "full" (default) evaluates it
-            as it is; "reflective" first asks the proposer LM whether it should take something over; or a policy.
         directions: what proposers look into, in turn.
         proposer: a function from a list of tools, coroutine functions that return text, to the ``dspy.Module`` that
             makes one proposal: it is called with the inputs of ``ProposeHarness`` and returns ``modules``. It keeps the
@@ -121,7 +117,6 @@ class AsyncMetaHarness(Teleprompter):
         log_dir: str | Path | None = None,
         num_threads: int | None = None,
         schedule: Schedule = "async",
-        staleness: str | StalenessPolicy = "full",
         directions: Sequence[str] = DIRECTIONS,
         proposer: Callable[[list[Any]], dspy.Module] | None = None,
         proposer_steps: int = 12,
@@ -141,7 +136,7 @@ class AsyncMetaHarness(Teleprompter):
         self.metric, self.proposer_lm, self.cost = metric, proposer_lm, cost
         self.iterations, self.k, self.proposers, self.proposer_steps = iterations, k, proposers, proposer_steps
         self.proposer, self.proposer_runs, self.proposer_tokens = proposer, proposer_runs, proposer_tokens
-        self.limits, self.directions, self.staleness = limits or Limits(), directions, policy_named(staleness)
+        self.limits, self.directions = limits or Limits(), directions
         self.learn_batch, self.failure_score = learn_batch, failure_score
         self.log_dir = None if log_dir is None else Path(log_dir)
         self.accept_missing_protection = accepted_layers(accept_missing_protection)
@@ -215,7 +210,6 @@ class AsyncMetaHarness(Teleprompter):
                 name="AsyncMetaHarness",
                 stages={
                     "propose": [self.proposer_lm],
-                    "patch": [self.proposer_lm],
                     "check": [task.lm],
                     "evaluate": [task.lm],
                 },

@@ -54,10 +54,8 @@ def harness_fields(request: ChatRequest, fork: Callable[[int], Choices], rewrite
     inputs = request.inputs
     if is_tool_call(request):
         values = _step(inputs, fork(0))
-    elif "modules" in names:
-        values = {"modules": "\n\n".join(_modules(inputs, fork, rewrite))}
     else:
-        values = _revision(inputs)
+        values = {"modules": "\n\n".join(_modules(inputs, fork, rewrite))}
     return {name: values.get(name, FILLER_OPENING) for name in names}
 
 
@@ -111,16 +109,3 @@ def _signature_in(source: str) -> tuple[str, str]:
     strings = [text for text in texts if isinstance(text, str)]
     fields = next((text for text in strings if "->" in text), "question -> answer")
     return fields, max((text for text in strings if text != fields), key=len, default="")
-
-
-def _revision(inputs: Mapping[str, str]) -> dict[str, object]:
-    """Return a revised module with the rules of the sources that were admitted meanwhile."""
-    source = inputs.get("stale_module", "")
-    fields, instruction = _signature_in(source)
-    known = {rule.word for rule in rules_in(instruction)}
-    fresh = [rule for rule in rules_in(inputs.get("admitted_since", "")) if rule.word not in known]
-    if not fresh:
-        return {"verdict": "keep", "patched_module": ""}
-    whole = "\n".join([instruction, *map(str, fresh)])
-    text = _TEMPLATE.format(number="patched", rules=len(fresh), base="0000", fields=fields, instruction=whole, end="")
-    return {"verdict": "patch", "patched_module": f"```python\n{text}\n```"}

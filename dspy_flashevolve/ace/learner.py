@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +10,7 @@ import dspy
 from dspy.primitives.module import Module
 
 from dspy_flashevolve.ace.operations import Operation, parse_operations, parse_tags
-from dspy_flashevolve.ace.playbook import Playbook, Tag, attached, line_of
-from dspy_flashevolve.ace.settings import AceSettings
+from dspy_flashevolve.ace.playbook import CountTokens, Playbook, Tag, attached, line_of
 from dspy_flashevolve.engine.journal import hash_of
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
@@ -21,6 +20,7 @@ from dspy_flashevolve.programs.building import copy_of
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
+from dspy_flashevolve.programs.settings import RunSettings
 
 logger = logger_named(__name__)
 
@@ -34,6 +34,33 @@ EMPTY = "(empty)"
 """Shown to an LM in place of an empty text, so that it does not take the field for missing."""
 
 Tags = tuple[tuple[str, Tag], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AceSettings:
+    """What one run of `AsyncACE` is told to do.
+
+    ``run`` is what it has in common with other optimizers. Every other field is the argument of that name; `AsyncACE`
+    explains it.
+    """
+
+    run: RunSettings
+    metric: Callable[..., Any]
+    reflector: Module
+    reflector_lm: Any
+    curator: Module
+    curator_lm: Any
+    max_rounds: int
+    epochs: int
+    curator_frequency: int
+    no_ground_truth: bool
+    token_budget: int
+    count_tokens: CountTokens
+    sections: tuple[str, ...]
+    eval_every: int
+    perfect_score: float
+    failure_score: float
+    metric_lock: bool
 
 
 @dataclass(frozen=True, slots=True)

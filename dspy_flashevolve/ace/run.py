@@ -6,7 +6,7 @@
                  ^          |
                  +- wrong --+
 
-Source: ACE (arXiv 2510.04618) section 3; the queue of operations and staleness follow FlashEvolve (arXiv 2605.08520).
+Source: ACE (arXiv 2510.04618) section 3; the queue of operations follows FlashEvolve (arXiv 2605.08520).
 """
 
 from __future__ import annotations
@@ -23,19 +23,16 @@ from typing import Any
 
 from dspy.primitives.module import Module
 
-from dspy_flashevolve.ace.learner import Learner, Lesson, Sample, with_playbook
-from dspy_flashevolve.ace.operations import Add, Operation, PlaybookWriter
-from dspy_flashevolve.ace.playbook import Bullet, Playbook
-from dspy_flashevolve.ace.settings import AceSettings
-from dspy_flashevolve.ace.similarity import closest
+from dspy_flashevolve.ace.learner import AceSettings, Learner, Lesson, Sample, with_playbook
+from dspy_flashevolve.ace.operations import PlaybookWriter
+from dspy_flashevolve.ace.playbook import Playbook
 from dspy_flashevolve.ace.snapshots import Snapshots
-from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
+from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.journal import BEFORE_STEPS, RunJournal, hash_of, id_text, reporting_damage
-from dspy_flashevolve.engine.staleness import Discard, Full, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, Load, NothingToDoError, Reservation, Step
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.observe.statistics import AceStats, Problem, RunStats, SnapshotRecord, WindowRecord
+from dspy_flashevolve.observe.statistics import AceStats, RunStats, SnapshotRecord, WindowRecord
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logger_named(__name__)
@@ -114,7 +111,6 @@ class AceRun:
         )
         self.snapshots = Snapshots(
             settings.eval_every,
-            settings.validations_at_once,
             self.run.budget,
             len(valset or ()),
             self._unpaid_rollouts,
@@ -122,7 +118,7 @@ class AceRun:
             self.run.run_in_background,
             self._write_snapshots,
         )
-        self._first, self._policy = playbook, settings.staleness
+        self._first = playbook
         self._validating = Step(BEFORE_STEPS, random.Random(settings.run.seed), Reservation(self.run.budget, 0))
         self._unresolved = self._samples_before = self._commits = self._next = 0
         self._scores: dict[int, Sequence[float]] = {}
@@ -178,9 +174,7 @@ class AceRun:
         self._phase = _Phase.RUNNING
         if self._valset is not None:
             await self.snapshots.begin(self._first)
-        await self.run.evolve(
-            self.step, self, calls_per_step=1 + self._settings.max_rounds, on_end=self._ended, first_number=self._next
-        )
+        await self.run.evolve(self.step, self, calls_per_step=1 + self._settings.max_rounds, first_number=self._next)
         counts = self._writer.counts
         if counts.samples and not counts.operations:
             kinds = dict(counts.problems)
@@ -200,11 +194,7 @@ class AceRun:
         wait until the last sample has ended.
         """
         slots = self.run.slots if load.slots is None else load.slots
-        return load.live < (max(1, math.ceil(LEARNING_SHARE * slots)) if self.snapshots.running else slots)
-
-    async def _ended(self, step: Step, end: End) -> None:
-        del step, end
-        self.snapshots.save_up()
+        return load.live < (max(1, math.ceil(LEARNING_SHARE * slots)) if self.snapshots.is_validating else slots)
 
     async def _wait_for_samples(self) -> None:
         while self.run.live:
@@ -231,10 +221,9 @@ class AceRun:
         is_curated = bool(sample.insight) and sample.place % self._settings.curator_frequency == 0
         if is_curated:
             lesson = await self._learner.curate(step, sample, self._writer.playbook.tagged(sample.tags))
-        end = self._learn(step, sample, lesson)
-        samples = self._writer.counts.samples
+        end = self._apply(step, sample, lesson)
         if self._valset is not None:
-            await self.snapshots.after_sample(self._writer.playbook, samples)
+            await self.snapshots.after_sample(self._writer.playbook, self._writer.counts.samples)
         if self._journal is not None:
             await self._journal.journal.flush()
         return end
@@ -261,53 +250,19 @@ class AceRun:
     def _is_right(self, sample: Sample) -> bool:
         return sample.attempts[-1].score >= self._settings.perfect_score
 
-    def _learn(self, step: Step, sample: Sample, lesson: Lesson) -> End:
-        """Hand the lesson to the one writer: first the stale additions are settled, then tags and operations count.
+    def _apply(self, step: Step, sample: Sample, lesson: Lesson) -> End:
+        """Hand the lesson to the one writer, count the sample, and write both down.
 
         Nothing is awaited until the playbook is written down, so that no other step writes to the journal in between:
         what the journal has after the playbook's row was made with that playbook.
         """
-        operations = self._without_stale(step, lesson)
-        self._writer.note(
-            [*(problem for reflection in sample.reflections for problem in reflection.problems), *lesson.problems]
-        )
-        self._writer.tag(sample.tags)
-        return self._apply(step, sample, operations, lesson.seen)
-
-    def _without_stale(self, step: Step, lesson: Lesson) -> Sequence[Operation]:
-        """Return the operations of a lesson without the additions that the staleness policy drops or merges."""
-        writer, operations = self._writer, lesson.operations
-        newer = writer.newer_than(lesson.seen)
-        additions = sum(isinstance(operation, Add) for operation in operations)
-        if not newer or not additions:
-            return operations
-        decision = self.run.ask_policy(step, self._policy, Look("before_commit", lesson.seen), writer.playbook.version)
-        if isinstance(decision, Integrate):
-            raise ConfigurationError(f"{self._policy!r} wants to integrate, where AsyncACE can admit or discard.")
-        if isinstance(decision, Discard):
-            writer.counts.additions["dropped"] += additions
-            writer.note([Problem("stale addition", decision.reason)] * additions)
-            return [operation for operation in operations if not isinstance(operation, Add)]
-        if not isinstance(self._policy, Full):
-            operations = [operation for operation in operations if not self._merge_repeat(operation, newer)]
-        admitted = sum(isinstance(operation, Add) for operation in operations)
-        writer.counts.additions.update(admitted=admitted, merged=additions - admitted)
-        return operations
-
-    def _merge_repeat(self, operation: Operation, newer: Sequence[Bullet]) -> bool:
-        """Return whether an addition nearly repeats a newer bullet; if so, count it as a helpful tag of that bullet."""
-        bullet = closest(operation.content, newer) if isinstance(operation, Add) else None
-        if bullet is not None:
-            self._writer.note([Problem("repeats a newer bullet", f"{bullet.id}: {bullet.content}"[:200])])
-            self._writer.tag([(bullet.id, "helpful")])
-        return bullet is not None
-
-    def _apply(self, step: Step, sample: Sample, operations: Sequence[Operation], seen: int) -> End:
-        """Change the playbook, count the sample, and write both down."""
         writer, counts = self._writer, self._writer.counts
         before = writer.playbook.version
-        self.run.gaps["before_commit"][before - seen] += 1
-        writer.apply(operations, seen)
+        self.run.gaps["before_commit"][before - lesson.seen] += 1
+        writer.note(problem for reflection in sample.reflections for problem in reflection.problems)
+        writer.note(lesson.problems)
+        writer.tag(sample.tags)
+        writer.apply(lesson.operations)
         right = [attempt.score >= self._settings.perfect_score for attempt in sample.attempts]
         counts.samples += 1
         counts.right_at_once += right[0]
@@ -388,7 +343,6 @@ class AceRun:
             return
         state = {
             "applied": [[number, kind] for number, kind in self._applied.items()],
-            "looks": self.run.policy_decisions,
             "seconds": self._seconds(),
         }
         self._journal.journal.set_state("playbook", {**self._writer.to_dict(), **state})
@@ -396,20 +350,18 @@ class AceRun:
     def _write_snapshots(self) -> None:
         """Write to the journal which playbooks are still to be validated."""
         if self._journal is not None:
-            unscored = [playbook.to_dict() for playbook in self.snapshots.open]
-            self._journal.journal.set_state("snapshots", {"open": unscored, "superseded": self.snapshots.superseded})
+            self._journal.journal.set_state("snapshots", [playbook.to_dict() for playbook in self.snapshots.open])
 
     async def _resume(self, journal: RunJournal) -> None:
         """Go on from the state in the journal. Steps that were applied without their end being written get it now."""
         log = journal.journal
-        first, state, snapshots = log.get_state("first"), log.get_state("playbook"), log.get_state("snapshots") or {}
+        first, state, snapshots = log.get_state("first"), log.get_state("playbook"), log.get_state("snapshots") or []
         if first is None:
             log.set_state("first", self._first.to_dict())
         else:
             self._first = self._writer.playbook = Playbook.from_dict(first)
         if state is not None:
             self._writer.restore(state)
-            self.run.policy_decisions.update(state["looks"])
             self._seconds_before = state["seconds"]
             endless = log.rows("SELECT number FROM steps WHERE number NOT IN (SELECT step FROM ends)")
             for number, kind in state["applied"]:
@@ -422,9 +374,8 @@ class AceRun:
             book = Playbook.from_dict(more["playbook"])
             self._scores[book.version] = list(json.loads(row["scores"]).values())
             scored[book] = SnapshotRecord(more["seconds"], book.version, row["score"], len(book), more["tokens"])
-        unscored = [Playbook.from_dict(data) for data in snapshots.get("open", [])]
         self._samples_before, self._commits = self._writer.counts.samples, len(scored)
-        self.snapshots.restore(scored, unscored, snapshots.get("superseded", 0))
+        self.snapshots.restore(scored, [Playbook.from_dict(data) for data in snapshots])
         if self._writer.rolled_back_version:
             self.snapshots.skip(self._writer.rolled_back_version)
         self._next = journal.last_step + 1
@@ -466,8 +417,6 @@ class AceRun:
             version=writer.playbook.version,
             best_version=writer.playbook.version if best is None else best.version,
             snapshots=list(self.snapshots.scored.values()),
-            superseded=self.snapshots.superseded,
-            unpaid=self.snapshots.unpaid,
             unresolved=self._unresolved,
             windows=list(self._data.windows) if isinstance(self._data, Windows) else [],
         )

@@ -168,17 +168,8 @@ class _NotRunError(Exception):
 
 @dataclass
 class Executor:
-    """Runs workflows for one question.
-
-    Args:
-        tools: the catalogue.
-        request: makes a tool call in a slot.
-        threads: run sync tools.
-        max_calls: tool calls that may be made.
-        world: the state of writing tools, from which candidates get copies; None for none.
-        timeout_seconds: the longest that a call may take.
-        stats: counts the calls.
-    """
+    """Runs workflows for one question: calls in slots of ``request``, at most ``max_calls``, writing in copies of
+    ``world`` where there is one."""
 
     tools: Mapping[str, ToolSpec]
     request: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]

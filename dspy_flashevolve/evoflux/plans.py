@@ -22,8 +22,7 @@ from typing import Any, cast
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.evoflux.repair import closest
-from dspy_flashevolve.evoflux.stubs import parameters_of, python_name, python_names
-from dspy_flashevolve.evoflux.tools import ToolSpec
+from dspy_flashevolve.evoflux.tools import ToolSpec, parameters_of, python_name, python_names
 from dspy_flashevolve.evoflux.workflow import PARAMETERS, REFERENCE, TEXT, Node, Workflow, is_text, reference_in
 
 LONGEST_PLAN = 20_000
@@ -54,7 +53,7 @@ def as_python(workflow: Workflow, names: Mapping[str, str] | None = None) -> str
     """Write a workflow as a plan, in the order in which it runs, those of a cycle last.
 
     Args:
-        names: tool -> how Python calls it. Default: as :func:`~.stubs.python_name` says.
+        names: tool -> how Python calls it. Default: as :func:`~.tools.python_name` says.
 
     >>> print(as_python(Workflow.from_json([
     ...     {"id": "a", "tool": "find", "parameters": {"name": "tea"}},

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -49,13 +48,7 @@ def closest(name: str, names: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Repairer:
-    """Repairs workflows by what schemas, names and known values say.
-
-    Args:
-        tools: the catalogue.
-        inputs: of the question: a missing parameter may be one of them.
-        outputs: node -> output, of nodes that ran: says which fields there are where no schema does.
-    """
+    """Repairs workflows by what schemas, names and known values say: inputs of the question, and outputs of nodes."""
 
     tools: Mapping[str, ToolSpec]
     inputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -65,8 +58,8 @@ class Repairer:
         """Repair what the static check complains of, as far as it is clear how."""
         for _ in range(_ROUNDS):
             complaints = workflow.check(self.tools)
-            # Identifiers first: while two nodes share one, a complaint does not say which of them it means.
-            complaints = [each for each in complaints if each.kind == "shape"] or complaints
+            if any(each.kind == "shape" for each in complaints):
+                break  # while two nodes share an identifier, a complaint does not say which of them it means
             changed = workflow
             for complaint in complaints:
                 changed = self._answered(changed, complaint)
@@ -88,25 +81,17 @@ class Repairer:
         """Answer one complaint, or leave the workflow as it is."""
         node = next((node for node in reversed(workflow.nodes) if node.id == complaint.node), None)
         spec = self.tools.get(node.tool) if node is not None else None
-        if node is None or complaint.kind == "cycle":  # nothing says which of its edges is wrong
+        if node is None:
             return workflow
-        if complaint.kind == "shape":
-            return with_node(workflow, node, node.changed(id=free_name(workflow, node.id)))
         if complaint.kind == "tool":
             tool = self._tool_like(node)
             return workflow if tool is None else with_node(workflow, node, node.changed(tool=tool))
-        if complaint.kind == "order":
-            known = {other.id for other in workflow.nodes}
-            return with_node(workflow, node, node.changed(after=tuple(name for name in node.after if name in known)))
-        if spec is None or not complaint.path:
+        if spec is None or not complaint.path or complaint.kind not in ("parameter", "reference"):
             return workflow
         # What is wrong inside the value of a reference is answered by another reference.
         path = next((where for where, _ in node.references if where == complaint.path[: len(where)]), complaint.path)
         wanted = wanted_at(spec.input_schema, path)
-        if isinstance(wanted, str):
-            renamed = _with_parameter_renamed(node, path, spec.input_schema, may_drop=spec.effect == "read")
-            return with_node(workflow, node, renamed)
-        value = self._value_for(workflow, node, path, wanted)
+        value = None if isinstance(wanted, str) else self._value_for(workflow, node, path, wanted)
         return workflow if value is None else with_node(workflow, node, with_parameter(node, path, value))
 
     def _tool_like(self, node: Node) -> str | None:
@@ -131,12 +116,6 @@ class Repairer:
         reference = next((each for where, each in node.references if where == path), None)
         if reference is None and (coerced := coerced_to(value_at(node.parameters, path), wanted)) is not None:
             return coerced
-        is_missing = value_at(node.parameters, path) is None  # another value than was meant is worse than a complaint
-        if "default" in wanted and is_missing and not faults_of(wanted["default"], wanted):
-            return wanted["default"]
-        choices = cast("list[Any]", wanted.get("enum") or ([wanted["const"]] if "const" in wanted else []))
-        if len(choices) == 1:
-            return choices[0]
         # What a field is called where it is wanted, and what it was called where it was looked for in vain.
         names = [str(path[-1])]
         names += reference.path[-1:] if reference else ()
@@ -212,34 +191,6 @@ def _fields_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
                 yield from _fields_in(inner, (*path, name))
     elif isinstance(value, list) and value and len(path) < 6:
         yield from _fields_in(value[0], (*path, 0))
-
-
-def free_name(workflow: Workflow, name: str) -> str:
-    """Make an identifier of a name, which no node has."""
-    base = re.sub(r"\A(?=\d|\Z)", "n_", re.sub(r"\W", "_", name, flags=re.ASCII))
-    names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
-    return next(name for name in names if all(node.id != name for node in workflow.nodes))
-
-
-def _with_parameter_renamed(node: Node, path: Path, schema: Schema, may_drop: bool) -> Node:
-    """Take a parameter out that the tool does not have; its value goes to the missing one that it may have meant.
-
-    Args:
-        may_drop: the value may be lost where nothing may have been meant.
-    """
-    parameters = copy.deepcopy(node.parameters)
-    place = value_at(parameters, path[:-1])
-    if not isinstance(place, dict) or path[-1] not in place:
-        return node
-    value = cast("dict[Any, Any]", place).pop(path[-1])
-    missing = [where for where, message in faults_of(parameters, schema) if "missing" in message]
-    names = [str(where[-1]) for where in missing if where[:-1] == path[:-1]]
-    optional = [name for name in properties_of(schema) if len(path) == 1 and name not in place]
-    meant = closest(str(path[-1]), names) or (names[0] if len(names) == 1 else closest(str(path[-1]), optional))
-    if meant is None and not may_drop:
-        return node
-    place |= {meant: value} if meant is not None else {}
-    return node.changed(parameters=parameters)
 
 
 def value_at(value: Any, path: Path) -> Any:

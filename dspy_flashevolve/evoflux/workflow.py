@@ -154,21 +154,7 @@ class Complaint:
 
 @dataclass(frozen=True, slots=True)
 class Workflow:
-    """A graph of tool calls.
-
-    Args:
-        nodes: in the order in which they run where nothing else orders them.
-
-    >>> flow = Workflow.from_json({"nodes": [
-    ...     {"id": "a", "tool": "find", "parameters": {"name": "tea"}},
-    ...     {"id": "b", "tool": "price", "parameters": {"id": {"$ref": "a.id"}}},
-    ... ]})
-    >>> print(flow.mermaid())
-    flowchart TD
-        a["a: find"]
-        b["b: price"]
-        a -->|id| b
-    """
+    """A graph of tool calls; ``nodes`` are in the order in which they run where nothing else orders them."""
 
     nodes: tuple[Node, ...]
 
@@ -201,16 +187,6 @@ class Workflow:
             waiting.remove(ready)
             done[ready.id] = ready
         return tuple(done.values())
-
-    def mermaid(self) -> str:
-        """Draw the graph as a Mermaid flowchart; an edge is named after the field that it gives."""
-        lines = ["flowchart TD"]
-        lines += [f'    {_safe(node.id)}["{_text(node.id)}: {_text(node.tool)}"]' for node in self.nodes]
-        for node in self.nodes:
-            for path, reference in node.references:
-                lines.append(f"    {_safe(reference.node)} -->|{_text(field_name(path))}| {_safe(node.id)}")
-            lines += [f"    {_safe(before)} -.-> {_safe(node.id)}" for before in node.after]
-        return "\n".join(lines)
 
     def check(self, tools: Mapping[str, ToolSpec]) -> list[Complaint]:
         """List what is wrong with the workflow before any call; nothing is run.
@@ -276,11 +252,3 @@ def _reference_fault(
 def field_name(path: Path) -> str:
     """Write a parameter's path as people read it: ``rows.0.id``."""
     return ".".join(map(str, path)) or "parameters"
-
-
-def _safe(id: str) -> str:
-    return re.sub(r"\W", "_", id, flags=re.ASCII) or "_"
-
-
-def _text(text: str) -> str:
-    return re.sub(r'["|<>\[\]{}`\n\r]', " ", text)

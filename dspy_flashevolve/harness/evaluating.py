@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import dspy
@@ -18,16 +19,8 @@ from dspy_flashevolve.engine.journal import hash_of
 from dspy_flashevolve.engine.rollouts import OnGranted, RequestCost, Rollout, RolloutKey, batch
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.engine.texts import without_surrogates
-from dspy_flashevolve.harness.archive import TRIAL, Checked, Draft, DraftError, Evaluated, Failed, Trial, draft_of
-from dspy_flashevolve.harness.program import (
-    Harness,
-    as_json,
-    call_in_thread,
-    call_on_loop,
-    prediction_of,
-    typed_fields,
-)  # fmt: skip
-from dspy_flashevolve.harness.settings import HarnessSettings
+from dspy_flashevolve.harness.archive import TRIAL, Checked, Cost, Draft, DraftError, Evaluated, Failed, Trial, draft_of
+from dspy_flashevolve.harness.program import Harness, as_json, call_in_thread, call_on_loop, prediction_of, typed_fields
 from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.metric import Metric, name_of
 from dspy_flashevolve.programs.placement import answers_asynchronously
@@ -39,11 +32,35 @@ from dspy_flashevolve.sandbox.contract import (
     CodeSandbox,
     Failure,
     Job,
+    Limits,
     LmRecord,
     LmRequest,
     Outcome,
     SandboxError,
-)  # fmt: skip
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessSettings:
+    """What one run of `AsyncMetaHarness` is told to do. Each field is the argument of that name, explained there."""
+
+    metric: Callable[..., Any]
+    proposer_lm: Any
+    iterations: int
+    k: int
+    proposers: int
+    proposer: Callable[..., Any] | None
+    proposer_steps: int
+    proposer_runs: int
+    proposer_tokens: int | None
+    directions: tuple[str, ...]
+    cost: Cost
+    limits: Limits
+    learn_batch: int
+    failure_score: float
+    log_dir: Path | None
+    accept_missing_protection: tuple[str, ...]
+
 
 FLEX: Any = dspy.Flex
 """`dspy.Flex`, typed Any: its decorator hides from type checkers that it is a class."""

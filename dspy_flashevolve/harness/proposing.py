@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 import dspy
@@ -109,17 +109,6 @@ class ProposeHarness(dspy.Signature):
     modules: str = dspy.OutputField(
         desc="for each module a line `draft: NAME`, which submits that draft, or a Python code block of its own"
     )
-
-
-class ReviseHarness(dspy.Signature):
-    """A module was written from an archive that has grown since. See what was admitted meanwhile, and whether the
-    module should take something of it over before it is evaluated. Keep it where nothing is to be gained."""
-
-    interface: str = dspy.InputField(desc="how a module must look")
-    stale_module: str = dspy.InputField()
-    admitted_since: str = dspy.InputField(desc="the candidates that came in since, with scores and sources")
-    verdict: Literal["keep", "patch"] = dspy.OutputField()
-    patched_module: str = dspy.OutputField(desc="the whole new module in a Python code block; empty to keep it")
 
 
 def interface_for(limits: Limits) -> str:
@@ -260,11 +249,3 @@ def agent_of(tools: Sequence[Callable[..., Awaitable[str]]], max_steps: int) -> 
 
 async def _finish(**_: Any) -> str:
     return "Completed."
-
-
-def admitted_since(archive: Archive, version: int) -> str:
-    """Return the archive's overview, and at most four of the sources admitted since it had ``version`` candidates."""
-    lines = [archive.overview, ""]
-    for number, candidate in list(enumerate(archive.candidates))[version:][-4:]:
-        lines += [f"Candidate {number:04d}, score {candidate.score:.4f}:", candidate.draft.source, ""]
-    return "\n".join(lines)

@@ -2,17 +2,16 @@
 
 .. code-block:: text
 
-    select -> propose --(stale)--> patch -> check -> evaluate -> admit (version + 1 a candidate)
-    (direction) (agent, k drafts)           (smoke)  (learn; candidate x example)
+    select ------> propose ---------> check ---> evaluate ---> admit (version + 1 a candidate)
+    (direction)    (agent, k drafts)  (smoke)    (learn; candidate x example)
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
 
 import anyio
 import dspy
@@ -27,28 +26,23 @@ from dspy_flashevolve.engine.errors import (
 from dspy_flashevolve.engine.journal import reporting_damage
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.rollouts import gather
-from dspy_flashevolve.engine.staleness import Discard, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in, sources_in
-from dspy_flashevolve.harness.evaluating import FEW_LESSONS, Evaluations, HarnessTask, texts_of
+from dspy_flashevolve.harness.evaluating import FEW_LESSONS, Evaluations, HarnessSettings, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import (
     Directions,
     Drafts,
-    ReviseHarness,
-    admitted_since,
     agent_of,
     interface_for,
 )  # fmt: skip
-from dspy_flashevolve.harness.settings import HarnessSettings
-from dspy_flashevolve.programs.records import ModuleReply, ReplyText
+from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.usage import COUNTED_BY, tokens_of
 from dspy_flashevolve.sandbox.contract import CodeSandbox
 
 logger = logger_named(__name__)
-T = TypeVar("T")
 SMOKE_EXAMPLES = 3
 """Examples of a check: enough that one hard example does not fail a candidate, few beside a validation set."""
 LIVE_STEPS_A_PROPOSER = 3
@@ -89,7 +83,7 @@ class HarnessRun:
         self._being_evaluated: dict[int, list[Draft]] = {}
         self._resumed: set[tuple[int, int]] = set()
         """(step, position in its proposal) of the candidates that were in the journal."""
-        self._warned: set[str] = set()
+        self._has_warned = False
         self._agent(self._drafts(0))  # before anything is asked
 
     async def search(self) -> None:
@@ -123,9 +117,7 @@ class HarnessRun:
                 drafts = [self.task.seed]
             else:
                 async with self._proposers:
-                    direction = await self.select(step)
-                    drafts, version = await self.propose(step, direction)
-                drafts = await self.patch(step, drafts, version)
+                    drafts = await self.propose(step, await self.select(step))
             checked = await self.check(step, drafts)
             return await self.admit(step, await self.evaluate(step, checked))
         except RolloutUnresolvedError as error:
@@ -147,10 +139,11 @@ class HarnessRun:
         self.run.begin(step, version, selection={"direction": direction, "version": version})
         return direction
 
-    async def propose(self, step: Step, direction: str) -> tuple[list[Draft], int]:
-        """Let an agent read the archive and write drafts; return them with the archive's version at their arrival."""
+    async def propose(self, step: Step, direction: str) -> list[Draft]:
+        """Let an agent read the archive and write drafts."""
         settings, archive, drafts_written = self.settings, self.archive, self._drafts(step.number)
-        asked = await self._ask(
+        # The journal keeps the archive's version with the reply: a step that runs again reads it as it did before.
+        asked = await self.run.call_module(
             "propose",
             step,
             self._agent(drafts_written),
@@ -162,19 +155,27 @@ class HarnessRun:
                 "taken": self._reserved(step.number),
                 "count": settings.k,
             },
-            lambda reply: (sources_in(str(reply.modules), drafts_written.files), archive.version),
+            lm=settings.proposer_lm,
+            read=lambda reply: (sources_in(str(reply.modules), drafts_written.files), archive.version),
+            record=ReplyText("0"),
+            is_fresh=True,
         )
         if drafts_written.aborted is not None:
             raise drafts_written.aborted
         if asked.answer is None:
-            raise StepEnded(EndKind.REJECTED, f"the proposer failed: {_error_text(asked.error)}")
+            error = f"{type(asked.error).__name__}: {asked.error}"[:300]
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("propose: the reply cannot be used, the run goes on: %s", error)
+            raise StepEnded(EndKind.REJECTED, f"the proposer failed: {error}")
         sources, version = asked.answer
         drafts, problems = drafts_in(sources, settings.k, self.task.inputs, archive.candidates[:version], direction)
         if not drafts:
             reason = "; ".join(problems) or "the reply was empty"
             raise StepEnded(EndKind.REJECTED, f"the proposer wrote no module: {reason}")
+        self.run.gaps["after_propose"][version - step.version] += 1
         self._being_evaluated[step.number] = drafts
-        return drafts, version
+        return drafts
 
     def _drafts(self, step: int) -> Drafts:
         most = self.settings.proposer_tokens
@@ -200,40 +201,6 @@ class HarnessRun:
         if not isinstance(agent, dspy.Module):
             raise ConfigurationError(f"proposer(tools) returned {agent!r:.80}, expected a dspy.Module.")
         return agent
-
-    async def patch(self, step: Step, drafts: list[Draft], version: int) -> list[Draft]:
-        """Ask for each stale draft whether it should take something over from candidates admitted meanwhile."""
-        behind = version - step.version
-        self.run.gaps["after_propose"][behind] += 1
-        look = Look("after_propose", step.version)
-        decision = self.run.ask_policy(step, self.settings.staleness, look, version, integrates=behind > 0)
-        if isinstance(decision, Discard):
-            raise StepEnded(EndKind.DISCARDED, decision.reason)
-        if not isinstance(decision, Integrate) or not behind:
-            return drafts
-        admitted = admitted_since(self.archive, step.version)
-
-        async def revise(position: int, draft: Draft) -> Draft:
-            asked = await self._ask(
-                "patch",
-                step,
-                dspy.ChainOfThought(ReviseHarness),
-                {
-                    "interface": interface_for(self.settings.limits),
-                    "stale_module": draft.source,
-                    "admitted_since": admitted,
-                },
-                lambda reply: sources_in(str(reply.patched_module or "")) if reply.verdict == "patch" else [],
-                str(position),
-            )
-            admitted_then = self.archive.candidates[:version]
-            revised, _ = drafts_in(asked.answer or [], 1, self.task.inputs, admitted_then, draft.direction)
-            return revised[0] if revised else draft  # a stale draft stays valid
-
-        drafts = await gather([partial(revise, *numbered) for numbered in enumerate(drafts)])
-        step.record_version(version)
-        self._being_evaluated[step.number] = drafts
-        return drafts
 
     async def check(self, step: Step, drafts: Sequence[Draft]) -> list[Checked]:
         """Run each draft on `SMOKE_EXAMPLES` training examples."""
@@ -294,23 +261,6 @@ class HarnessRun:
                 lines += [f"- being evaluated: {draft.name}: {draft.hypothesis}" for draft in drafts]
         return "\n".join(lines) or "nothing"
 
-    async def _ask(
-        self,
-        stage: str,
-        step: Step,
-        module: dspy.Module,
-        inputs: dict[str, Any],
-        read: Callable[[Any], T],
-        position: str = "0",
-    ) -> ModuleReply[T]:
-        """Ask a module that was made for it with the proposer LM; a reply that cannot be parsed gets a warning only."""
-        lm, record = self.settings.proposer_lm, ReplyText(position)
-        asked = await self.run.call_module(stage, step, module, inputs, lm=lm, read=read, record=record, is_fresh=True)
-        if asked.error is not None and stage not in self._warned:
-            self._warned.add(stage)
-            logger.warning("%s: the reply cannot be used, the run goes on: %s", stage, _error_text(asked.error))
-        return asked
-
     # The journal.
 
     async def _write(self, step: Step, fresh: dict[int, Checked]) -> None:
@@ -360,7 +310,3 @@ class HarnessRun:
                 self._seeded.set()
             self.run.journal.load_unfinished()
         return self.run.journal.last_step + 1
-
-
-def _error_text(error: Exception | None) -> str:
-    return f"{type(error).__name__}: {error}"[:300]

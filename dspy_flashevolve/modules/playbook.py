@@ -40,8 +40,8 @@ class CuratePlaybook(dspy.Signature):
     """A playbook holds what was learnt about a kind of task, one bullet an insight. Say how it is to be changed, given
     what was learnt from one more task.
 
-    Add only what is new, true of other tasks too, and concrete. Prefer to UPDATE or MERGE bullets that say nearly the
-    same; REMOVE what proved harmful. Mind the token budget: beyond it, the bullets that are worth least are dropped.
+    Add only what is new, true of other tasks too, and concrete. REMOVE what proved harmful, and what a
+    better bullet that you add says. Mind the token budget: beyond it, the bullets that are worth least are dropped.
     Change nothing that need not change: an empty list is a good answer."""
 
     playbook: str = dspy.InputField(desc="As it is now: id, how often it helped and harmed, text.")
@@ -50,8 +50,7 @@ class CuratePlaybook(dspy.Signature):
     task: str = dspy.InputField(desc="The task.")
     reflection: str = dspy.InputField(desc="What was learnt from it.")
     operations: str = dspy.OutputField(
-        desc='JSON: a list of {"type": "ADD", "section": ..., "content": ...}, {"type": "UPDATE", "id": ..., '
-        '"content": ...}, {"type": "MERGE", "ids": [...], "content": ...} and {"type": "REMOVE", "id": ...}.'
+        desc='JSON: a list of {"type": "ADD", "section": ..., "content": ...} and {"type": "REMOVE", "id": ...}.'
     )
 
 

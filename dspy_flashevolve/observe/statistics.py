@@ -234,16 +234,13 @@ class AceStats(RunStats):
         citations: bullets cited by attempts.
         version: version of the last playbook: how often its texts changed.
         best_version: version of the playbook that is returned.
-        operations: add, update, merge or remove -> operations done.
+        operations: add or remove -> operations done.
         tags: helpful, harmful or neutral -> tags counted.
-        additions: admitted, merged or dropped -> stale additions.
         evicted: bullets removed to keep within the token budget.
         rolled_back: times that the run went on from the best validated playbook, since a later one was worse.
         problems: kind -> times that a reply could not be read, or asked for what cannot be done.
         first_problems: the first of these problems.
         snapshots: every playbook that was validated, in the order in which the scores came.
-        superseded: snapshots that a newer one replaced before their validation began.
-        unpaid: snapshots that the budget could not pay.
         unresolved: snapshots without a score, because the provider did not answer their validation.
         windows: the windows of a stream, in order.
     """
@@ -258,14 +255,11 @@ class AceStats(RunStats):
     best_version: int
     operations: dict[str, int]
     tags: dict[str, int]
-    additions: dict[str, int]
     evicted: int
     rolled_back: int
     problems: dict[str, int]
     first_problems: list[Problem]
     snapshots: list[SnapshotRecord] = field(default_factory=list[SnapshotRecord])
-    superseded: int = 0
-    unpaid: int = 0
     unresolved: int = 0
     windows: list[WindowRecord] = field(default_factory=list[WindowRecord])
 

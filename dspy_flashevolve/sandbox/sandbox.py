@@ -57,9 +57,9 @@ START_SECONDS = 120.0
 """Most seconds for starting the fork server, and for forking and confining a child. Milliseconds and a few seconds are
 usual; only a machine that hangs takes two minutes."""
 MESSAGE_CHARACTERS = 4000
-"""Most characters of a failure's message; what an honest child sends is shorter (`guest.MESSAGE_CHARACTERS`)."""
+"""Most characters of a failure's message; what an honest child sends is shorter (`zygote.MESSAGE_CHARACTERS`)."""
 PRINTED_CHARACTERS = 2000
-"""Characters of the end of what a candidate printed; the child sends as many (`guest.PRINTED_CHARACTERS`)."""
+"""Characters of the end of what a candidate printed; the child sends as many (`zygote.PRINTED_CHARACTERS`)."""
 ANSWER_BYTES = 1 << 20
 """Most bytes of the last frame. Fields and memory are kept in the journal and sent with each later prediction."""
 CPU_SHARE = 0.5

@@ -33,7 +33,6 @@ _INPUTS: tuple[tuple[PromptKind, frozenset[str]], ...] = (
     ("sample_reflection", frozenset({"attempt", "feedback", "cited_bullets"})),
     ("curation", frozenset({"playbook", "sections", "reflection"})),
     ("harness", frozenset({"archive_overview", "direction"})),
-    ("harness", frozenset({"stale_module", "admitted_since"})),
 )
 """The kinds of prompts, each with the inputs by which it is recognized."""
 

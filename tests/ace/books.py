@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from dspy_flashevolve.ace.operations import MOST_EXAMPLES, Add, Merge, Operation, PlaybookWriter, Remove, Update
+from dspy_flashevolve.ace.operations import MOST_EXAMPLES, Add, Operation, PlaybookWriter, Remove
 from dspy_flashevolve.ace.playbook import SECTIONS, CountTokens, Playbook, approximate_tokens
 from dspy_flashevolve.observe.statistics import Problem
 
@@ -18,8 +18,6 @@ IDS = st.builds("{}-{}".format, st.sampled_from(["str", "for", "mis", "oth"]), s
 SECTION_NAMES = st.sampled_from([*SECTIONS, "nowhere", ""])
 OPERATIONS: st.SearchStrategy[Operation] = st.one_of(
     st.builds(Add, SECTION_NAMES, CONTENTS),
-    st.builds(Update, IDS, CONTENTS),
-    st.builds(Merge, st.lists(IDS, min_size=2, max_size=4, unique=True).map(tuple), CONTENTS),
     st.builds(Remove, IDS),
 )
 TAGS = st.lists(st.tuples(IDS, st.sampled_from(["helpful", "harmful", "neutral"])), max_size=8)
@@ -58,9 +56,9 @@ def writer_of(
 def apply_operations(
     playbook: Playbook, operations: Iterable[Operation], token_budget: int = 10**9, **options: Any
 ) -> Applied:
-    """What a new writer makes of operations by a curator who saw the playbook as it is."""
+    """What a new writer makes of operations."""
     writer = writer_of(playbook, token_budget, **options)
-    done, problems = writer.apply(operations, playbook.version), writer.counts.first_problems
+    done, problems = writer.apply(operations), writer.counts.first_problems
     evicted = [problem.detail for problem in problems if problem.kind == "over the token budget"]
     assert len(evicted) == writer.counts.evicted or len(problems) == MOST_EXAMPLES
     return Applied(writer.playbook, done, problems, evicted)

@@ -49,16 +49,16 @@ def replies(prompt: str, mixed: bool = False) -> str:
     )
 
 
-def run(directory: Path, staleness: str, samples: int, **options: Any) -> Any:
-    """One compile; `staleness` is a policy, or "lockstep", in which operations are mixed."""
-    lockstep = staleness == "lockstep"
+def run(directory: Path, schedule: str, samples: int, **options: Any) -> Any:
+    """One compile; in lockstep operations are mixed."""
+    lockstep = schedule == "lockstep"
     written = os.open(directory / "calls.txt", os.O_APPEND | os.O_CREAT | os.O_WRONLY)
 
     def metric(gold: Any, pred: Any, trace: Any = None) -> Any:
         os.write(written, f"{gold.question}\n".encode())
         return digits(gold, pred)
 
-    chosen = {"schedule": "lockstep"} if lockstep else {"staleness": staleness, "num_threads": SLOTS}
+    chosen: dict[str, Any] = {"schedule": schedule, "num_threads": None if lockstep else SLOTS}
     settings = {"max_rounds": ROUNDS, "eval_every": 5, "token_budget": 10**6, **chosen, **options}
     optimizer = AsyncACE(metric, **{"log_dir": directory / "run", **settings})
     with dspy.context(lm=fake_lm(lambda prompt: replies(prompt, mixed=lockstep)), num_threads=SLOTS):
@@ -75,7 +75,6 @@ def facts(program: Any) -> dict[str, Any]:
         "rolled_back": stats.rolled_back,
         "operations": stats.operations,
         "tags": stats.tags,
-        "additions": stats.additions,
         "problems": stats.problems,
         "counts": [stats.right_at_once, stats.corrected, stats.reflections, stats.citations],
         "snapshots": [[snapshot.version, snapshot.score] for snapshot in stats.snapshots],

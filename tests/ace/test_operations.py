@@ -12,9 +12,7 @@ from dspy_flashevolve.ace.operations import (
     MOST_CHARACTERS,
     MOST_OPERATIONS,
     Add,
-    Merge,
     Remove,
-    Update,
     parse_operations,
     parse_tags,
 )
@@ -23,11 +21,11 @@ from tests.ace.test_playbook import JSON
 
 LIST = [
     {"type": "ADD", "section": "other", "content": "Mind units."},
-    {"type": "update", "id": "[oth-1]", "content": "x"},
-    {"operation": "MERGE", "ids": ["oth-1", "OTH-2"], "content": "y"},
+    {"type": "remove", "id": "[OTH-1]"},
+    {"operation": "ADD", "section": "other", "text": "y"},
     {"op": "DELETE", "bullet_id": "oth-3"},
 ]
-READ = [Add("other", "Mind units."), Update("oth-1", "x"), Merge(("oth-1", "oth-2"), "y"), Remove("oth-3")]
+READ = [Add("other", "Mind units."), Remove("oth-1"), Add("other", "y"), Remove("oth-3")]
 
 
 @pytest.mark.parametrize(
@@ -62,11 +60,9 @@ def test_an_empty_list_asks_for_nothing_and_is_no_problem(reply: object) -> None
         ({}, "unknown operation"),
         ({"type": "ADD", "section": "other"}, "no content"),
         ({"type": "ADD", "section": "other", "content": 7}, "no content"),
-        ({"type": "UPDATE", "id": "oth-1", "content": " "}, "no content"),
-        ({"type": "UPDATE", "content": "x"}, "no id"),
+        ({"type": "UPDATE", "id": "oth-1", "content": "x"}, "unknown operation"),
         ({"type": "REMOVE", "id": 7}, "no id"),
-        ({"type": "REMOVE", "ids": ["oth-1", "oth-2"]}, "several ids"),
-        ({"type": "MERGE", "ids": ["oth-1"], "content": "x"}, "merge of one"),
+        ({"type": "REMOVE", "ids": ["oth-1", "oth-2"]}, "no id"),
     ],
 )
 def test_what_is_wrong_with_one_operation_is_told_and_the_others_are_read(item: object, kind: str) -> None:
@@ -91,7 +87,7 @@ def test_a_reply_without_end_is_read_up_to_a_bound() -> None:
 @given(st.one_of(JSON, st.text(), JSON.map(str), JSON.map(json.dumps)))
 def test_no_reply_makes_the_readers_raise(reply: object) -> None:
     operations, problems = parse_operations(reply)
-    assert all(isinstance(operation, Add | Update | Merge | Remove) for operation in operations)
+    assert all(isinstance(operation, Add | Remove) for operation in operations)
     assert all(isinstance(problem, Problem) for problem in problems)
     tags, problems = parse_tags(reply)
     assert all(tag in ("helpful", "harmful", "neutral") for _, tag in tags)
@@ -162,7 +158,6 @@ def test_a_very_long_reply_is_cut_and_no_long_literal_is_read() -> None:
     [
         ({"operations": {"type": "REMOVE", "id": "oth-1"}}, Remove("oth-1")),
         ({"operations": '[{"type": "REMOVE", "id": "oth-1"}]'}, Remove("oth-1")),
-        ({"type": "MERGE", "ids": "oth-1, oth-2", "content": "x"}, Merge(("oth-1", "oth-2"), "x")),
     ],
 )
 def test_other_forms_of_a_list_are_read_too(reply: object, expected: object) -> None:

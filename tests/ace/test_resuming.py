@@ -120,13 +120,12 @@ def test_lockstep_aborted_again_and_again_goes_on_as_if_it_had_not_been(
     assert list(wrongs(tmp_path)) == []
 
 
-@pytest.mark.parametrize("staleness", ["full", "guarded"])
-def test_aborted_samples_run_again_with_what_was_paid_for_them(tmp_path: Path, staleness: str) -> None:
+def test_aborted_samples_run_again_with_what_was_paid_for_them(tmp_path: Path) -> None:
     for at in (15, 20):
         with pytest.raises(RunAbortedError):
-            compiled(tmp_path / "run", at, staleness=staleness)
+            compiled(tmp_path / "run", at)
         assert list(wrongs(tmp_path)) == []
-    program, _ = compiled(tmp_path / "run", staleness=staleness)
+    program, _ = compiled(tmp_path / "run")
     stats = program.async_stats
     assert stats.samples == stats.operations["add"] == len(TRAIN)
     assert "said already" not in stats.problems
@@ -208,10 +207,10 @@ def test_a_log_dir_that_is_no_path_is_refused() -> None:
 # kill -9
 
 
-def survives(directory: Path, staleness: str, samples: int, kills: int, seed: int) -> Iterator[str]:
+def survives(directory: Path, schedule: str, samples: int, kills: int, seed: int) -> Iterator[str]:
     """Kill and go on; yields what is wrong."""
     rng, done, applied, scored = random.Random(seed), 0, 0, 0
-    module = "tests.ace.child", directory, staleness, samples
+    module = "tests.ace.child", directory, schedule, samples
     for _ in range(kills):
         if not killed_after(rng.random() * SPAN_SECONDS, partial(made, directory), *module):
             break
@@ -222,13 +221,13 @@ def survives(directory: Path, staleness: str, samples: int, kills: int, seed: in
         if ended < applied or snapshots < scored:
             yield f"kill {done} lost what had been applied or scored"
         applied, scored = ended, snapshots
-    program = run(directory, staleness, samples)
+    program = run(directory, schedule, samples)
     result = json.loads(json.dumps({**facts(program), "calls": program.async_stats.metric_calls}))
     yield from wrongs(directory)
     if result["samples"] != samples:
         yield f"{result['samples']} samples were applied, {samples} there were"
     changes = {"add": samples}, samples + result["rolled_back"]
-    if staleness != "lockstep" and (result["operations"], result["version"]) != changes:
+    if schedule != "lockstep" and (result["operations"], result["version"]) != changes:
         yield f"each sample adds one bullet: {result['operations']}, {result['problems']}, {result['additions']}"
     [(spent,)] = rows(directory, "SELECT SUM(calls) FROM calls")
     [(kept,)] = rows(directory, "SELECT COUNT(*) FROM rollouts")
@@ -237,9 +236,9 @@ def survives(directory: Path, staleness: str, samples: int, kills: int, seed: in
     [(unfinished,)] = rows(directory, "SELECT COUNT(*) FROM steps WHERE number NOT IN (SELECT step FROM ends)")
     if unfinished:
         yield f"{unfinished} steps have no end"
-    if staleness == "lockstep":
+    if schedule == "lockstep":
         (whole := directory / "whole").mkdir()
-        never = json.loads(json.dumps(facts(run(whole, staleness, samples, log_dir=None))))
+        never = json.loads(json.dumps(facts(run(whole, schedule, samples, log_dir=None))))
         if never != {name: value for name, value in result.items() if name != "calls"}:
             yield "it came to something else than a run that was never killed"
     if done < min(kills, 2):
@@ -247,20 +246,20 @@ def survives(directory: Path, staleness: str, samples: int, kills: int, seed: in
 
 
 @pytest.mark.parametrize(
-    ("staleness", "kills"),
+    ("schedule", "kills"),
     [
-        ("guarded", 1),
-        pytest.param("guarded", 2, marks=pytest.mark.long),
+        ("async", 1),
+        pytest.param("async", 2, marks=pytest.mark.long),
         pytest.param("lockstep", 1, marks=pytest.mark.long),
     ],
 )
 def test_a_killed_run_goes_on_and_applies_every_sample_once_and_pays_nothing_twice(
-    tmp_path: Path, staleness: str, kills: int
+    tmp_path: Path, schedule: str, kills: int
 ) -> None:
-    assert list(survives(tmp_path, staleness, samples=24, kills=kills, seed=1)) == []
+    assert list(survives(tmp_path, schedule, samples=24, kills=kills, seed=1)) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", ["full", "guarded", "lockstep"])
-def test_thirty_kills_apply_every_sample_once_and_pay_nothing_twice(tmp_path: Path, staleness: str) -> None:
-    assert list(survives(tmp_path, staleness, samples=250, kills=30, seed=30)) == []
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_thirty_kills_apply_every_sample_once_and_pay_nothing_twice(tmp_path: Path, schedule: str) -> None:
+    assert list(survives(tmp_path, schedule, samples=250, kills=30, seed=30)) == []

@@ -23,13 +23,13 @@ def version(number: int) -> Playbook:
 class Validations:
     """Validations that end when the test says so."""
 
-    def __init__(self, at_once: int = 1, every: int = 1, budget: Budget | None = None) -> None:
+    def __init__(self, every: int = 1, budget: Budget | None = None) -> None:
         self.begun: list[int] = []
         self.left: list[Work] = []
         self.scores: dict[int, float | None] = {}
         self.samples = 0
         self.snapshots = Snapshots(
-            every, at_once, budget or Budget(None), 4, lambda playbook: 4, self._validate, self._start, lambda: None
+            every, budget or Budget(None), 4, lambda playbook: 4, self._validate, self._start, lambda: None
         )
 
     async def _validate(self, playbook: Playbook, pays: Reservation) -> SnapshotRecord | None:
@@ -51,25 +51,26 @@ class Validations:
 
 
 def test_a_snapshot_is_taken_every_so_many_samples() -> None:
-    of = Validations(at_once=9, every=3)
-    of.learnt(*range(1, 8))
-    while of.left:
-        of.end_one()
+    of = Validations(every=3)
+    for number in range(1, 8):
+        of.learnt(number)
+        while of.left:
+            of.end_one()
     assert of.begun == [3, 6]
 
 
-def test_of_those_that_wait_the_newest_is_validated_and_the_others_are_superseded() -> None:
+def test_of_those_that_wait_the_newest_is_validated() -> None:
     of = Validations()
     of.learnt(1, 2, 3, 4)
-    assert (len(of.left), of.snapshots.running) == (1, 1)
+    assert (len(of.left), of.snapshots.is_validating) == (1, True)
     of.end_one()
     of.end_one()
     assert of.begun == [1, 4]
-    assert (of.snapshots.superseded, of.snapshots.running, of.left) == (2, 0, [])
+    assert (of.snapshots.is_validating, of.left) == (False, [])
 
 
 def test_a_version_is_validated_once() -> None:
-    of = Validations(at_once=2)
+    of = Validations()
     of.learnt(1, 1)
     of.end_one()
     of.learnt(1)
@@ -98,10 +99,10 @@ def test_one_that_got_no_score_is_not_the_best_and_is_tried_again_at_the_end() -
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_the_best_is_the_first_with_the_highest_score(scores: list[float]) -> None:
-    of = Validations(at_once=9)
+    of = Validations()
     of.scores = dict(enumerate(scores))
-    of.learnt(*range(len(scores)))
-    while of.left:
+    for number in range(len(scores)):
+        of.learnt(number)
         of.end_one()
     assert of.snapshots.best is not None
     assert of.snapshots.best.version == scores.index(max(scores))
@@ -118,7 +119,6 @@ def test_the_first_and_the_last_are_validated_whatever_samples_take(limit: int, 
     of.learnt(*range(1, 1 + len(taken)))
     anyio.run(of.snapshots.finish, version(99))
     assert of.begun == [0, 99]
-    assert of.snapshots.unpaid == len(taken)
 
 
 def test_one_that_cannot_be_paid_is_tried_again_as_samples_give_calls_back() -> None:
@@ -127,23 +127,11 @@ def test_one_that_cannot_be_paid_is_tried_again_as_samples_give_calls_back() -> 
     samples = budget.reserve(12)
     assert samples is not None
     of.learnt(1)
-    assert (of.left, of.snapshots.open, of.snapshots.unpaid) == ([], [version(1)], 1)
-    for _ in range(4):
-        part = Reservation(budget, 0)
-        assert samples.lend(part, 1)
-        part.refund()
-        of.snapshots.save_up()
-        assert budget.left == 0, "it is saved for the validation before another sample takes it"
+    assert (of.left, of.snapshots.open) == ([], [version(1)])
+    samples.refund()
     of.learnt(1)
     of.end_one()
-    assert (of.begun, of.snapshots.unpaid) == ([1], 0)
-
-
-def test_nothing_is_saved_for_a_validation_that_can_never_be_paid() -> None:
-    budget = Budget(11)
-    of = Validations(budget=budget)
-    of.learnt(1)
-    assert budget.left == 3
+    assert of.begun == [1]
 
 
 def test_a_first_one_without_an_answer_is_tried_again_at_the_next_snapshot() -> None:

@@ -15,7 +15,7 @@ from benchmarks.workloads.registry import workload_named
 from benchmarks.workloads.rows import RowsMissing
 from dspy_flashevolve.sim import SimServer
 
-ROW = Row("few:rules=8", "async", "guarded", "h100-qwen3-8b", 0, 16, 60.0, 12, 8, 2, "obliging")
+ROW = Row("few:rules=8", "async", "h100-qwen3-8b", 0, 16, 60.0, 12, 8, 2, "obliging")
 
 
 def row(schedule: str, seed: int, samples: int, score: float | None) -> Row:

@@ -13,7 +13,7 @@ import pytest
 from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.evoflux import Evoflux
-from dspy_flashevolve.evoflux.search import QueryStep
+from dspy_flashevolve.evoflux.program import QueryStep
 from dspy_flashevolve.programs.function_lm import lm_of
 from dspy_flashevolve.sim.virtual import run
 from tests.evoflux.worlds import GOOD, READS, TOOLS, ScriptedPlanner, reply_for

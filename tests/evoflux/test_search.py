@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dspy_flashevolve.evoflux import Execution, NodeRun
-from dspy_flashevolve.evoflux.search import (
+from dspy_flashevolve.evoflux.program import (
     evidence,
 )
 from tests.evoflux.test_program import ask

@@ -70,10 +70,6 @@ def answers(prompt: str) -> str:
 def proposes(log: Callable[[str, object], None], prompt: str) -> str:
     """What a proposer LM answers: one tool call, and then two modules, one of which learns."""
     number = hashed(prompt) % 1000
-    if "patched_module" in prompt:
-        log("patched", number)
-        source = SOURCE.format(number=number)
-        return reply(reasoning="r", verdict="patch", patched_module=f"```python\n{source}```")
     if "next_tool_name" in prompt:
         return reply(next_thought="t", next_tool_name="finish", next_tool_args="{}")
     log("proposed", number)
@@ -82,7 +78,7 @@ def proposes(log: Callable[[str, object], None], prompt: str) -> str:
 
 
 def run(directory: Path, kind: str, iterations: int, is_virtual: bool = False, **options: Any) -> Harness:
-    """One compile; `kind` is "lockstep" or a policy. In virtual time equal runs are equal."""
+    """One compile; `kind` is its schedule. In virtual time equal runs are equal."""
     directory.mkdir(exist_ok=True)
 
     def log(name: str, entry: object) -> None:
@@ -93,7 +89,6 @@ def run(directory: Path, kind: str, iterations: int, is_virtual: bool = False, *
         log("scored", gold.question)
         return int(pred.answer) / 6
 
-    chosen = {"schedule": "lockstep"} if kind == "lockstep" else {"staleness": kind}
     with dspy.context(lm=options.pop("lm", None) or fake_lm(answers)):
         arguments: dict[str, Any] = {
             "proposer_lm": fake_lm(lambda prompt: proposes(log, prompt)),
@@ -102,7 +97,7 @@ def run(directory: Path, kind: str, iterations: int, is_virtual: bool = False, *
             "learn_batch": 4,
             "num_threads": SLOTS,
             "log_dir": directory / "run",
-            **chosen,
+            "schedule": kind,
             **options,
         }
         optimizer = AsyncMetaHarness(arguments.pop("metric", metric), **arguments)

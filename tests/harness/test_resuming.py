@@ -28,7 +28,7 @@ SPAN_SECONDS = 0.3
 
 
 def lines(directory: Path, name: str) -> list[str]:
-    """What was counted outside of the search: "scored", "learnt", "proposed" or "patched"."""
+    """What was counted outside of the search: "scored", "learnt" or "proposed"."""
     path = directory / f"{name}.txt"
     return path.read_text().splitlines() if path.exists() else []
 
@@ -69,7 +69,7 @@ def nothing_is_asked(prompt: str) -> str:
     raise LMAuthError(f"asked for something: {prompt[:100]}")
 
 
-@pytest.mark.parametrize("kind", ["lockstep", "full"])
+@pytest.mark.parametrize("kind", ["lockstep", "async"])
 def test_a_finished_search_that_is_taken_up_again_has_the_same_archive_for_nothing(tmp_path: Path, kind: str) -> None:
     first = run(tmp_path, kind, 3)
     asked = len(lines(tmp_path, "scored"))
@@ -143,24 +143,6 @@ def test_a_proposer_that_was_interrupted_is_asked_again_in_its_direction(tmp_pat
 
 
 @pytest.mark.long
-def test_a_proposal_that_was_there_before_an_interruption_is_patched_as_it_was(tmp_path: Path) -> None:
-    """What was admitted meanwhile, in the session before, must not be looked at again."""
-    with pytest.raises(RunAbortedError):
-        run(tmp_path, "reflective", 12, is_virtual=True, lm=fake_lm(Ends(answers, 235)))
-    patches = "SELECT step, position, reply FROM replies WHERE stage = 'patch' ORDER BY id"
-    versions = "SELECT step, reply FROM replies WHERE stage = 'propose'"
-    before, seen = rows(tmp_path, patches), dict(rows(tmp_path, versions))
-    assert before
-    assert rows(tmp_path, "SELECT COUNT(*) FROM steps WHERE number NOT IN (SELECT step FROM ends)") != [(0,)]
-    run(tmp_path, "reflective", 12, is_virtual=True)
-    after = rows(tmp_path, patches)
-    assert after[: len(before)] == before
-    assert len({row[:2] for row in after}) == len(after) == len(lines(tmp_path, "patched"))
-    assert seen.items() <= dict(rows(tmp_path, versions)).items()
-    assert len(lines(tmp_path, "proposed")) == len(rows(tmp_path, versions)) == 12
-
-
-@pytest.mark.long
 def test_of_a_step_that_was_interrupted_at_its_admission_the_rest_is_admitted(tmp_path: Path) -> None:
     whole = results_of(run(tmp_path, "lockstep", 8))
     scored = lines(tmp_path, "scored")
@@ -180,10 +162,10 @@ def test_of_a_step_that_was_interrupted_at_its_admission_the_rest_is_admitted(tm
 
 @pytest.mark.long
 def test_a_search_that_its_time_ended_goes_on_with_more_of_it(tmp_path: Path) -> None:
-    first = run(tmp_path, "full", 1000, max_seconds=0.3).detailed_results
+    first = run(tmp_path, "async", 1000, max_seconds=0.3).detailed_results
     assert "max_seconds" in first.stats.stop_reason
     [(begun,)] = rows(tmp_path, "SELECT COUNT(*) FROM steps")
-    more = run(tmp_path, "full", begun + 3).detailed_results
+    more = run(tmp_path, "async", begun + 3).detailed_results
     assert more.candidates[: len(first.candidates)] == first.candidates
     assert len(more.candidates) > len(first.candidates)
     assert more.stats.metric_calls == rows(tmp_path, "SELECT COUNT(*) FROM rollouts")[0][0]
@@ -204,14 +186,14 @@ class Broken(Learner):
 
 def test_a_student_that_could_not_be_evaluated_is_evaluated_when_the_search_goes_on(tmp_path: Path) -> None:
     with pytest.raises(RunAbortedError, match="the student could not be evaluated: the sandbox failed"):
-        run(tmp_path, "full", 2, sandbox=Broken(None))
-    assert found_so_far(run(tmp_path, "full", 2)) == 5
+        run(tmp_path, "async", 2, sandbox=Broken(None))
+    assert found_so_far(run(tmp_path, "async", 2)) == 5
 
 
 def test_a_student_that_does_not_run_is_the_same_error_again_for_nothing(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(DataError, match="does not run in the sandbox: error: it is broken"):
-            run(tmp_path, "full", 2, sandbox=Broken(Failure("error", "it is broken")))
+            run(tmp_path, "async", 2, sandbox=Broken(Failure("error", "it is broken")))
     assert rows(tmp_path, "SELECT COUNT(*) FROM rollouts") == [(3,)]
 
 
@@ -237,7 +219,7 @@ def test_a_directory_of_another_search_is_refused_and_the_error_says_what_differ
                 student or dspy.Predict("question -> answer"), trainset=train, valset=val
             )
 
-    run(tmp_path, "full", 1, metric=constant_metric)
+    run(tmp_path, "async", 1, metric=constant_metric)
     for arguments, message in (
         ({"student": dspy.ChainOfThought("question -> answer")}, "seed text of 'source' has changed"),
         ({"student": dspy.Predict("question -> answer: int")}, "predictor 'self' has changed"),
@@ -320,7 +302,7 @@ def paid_twice(directory: Path, kills: int, hopeless: int) -> Iterator[str]:
     if twice:
         yield f"paid twice: {twice}"
     for name, stage, position, live in (
-        ("proposed", "propose", "0", 2), ("patched", "patch", "%", 12), ("learnt", "evaluate", "learn %", 12),
+        ("proposed", "propose", "0", 2), ("learnt", "evaluate", "learn %", 12),
     ):  # fmt: skip
         [(kept,)] = rows(
             directory, f"SELECT COUNT(*) FROM replies WHERE stage = '{stage}' AND position LIKE '{position}'"
@@ -336,10 +318,10 @@ def paid_twice(directory: Path, kills: int, hopeless: int) -> Iterator[str]:
 
 @pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_killed_search_goes_on_and_loses_nothing_and_pays_nothing_twice(tmp_path: Path, kills: int) -> None:
-    assert list(survives(tmp_path, "full", iterations=4 * kills, kills=kills, seed=1)) == []
+    assert list(survives(tmp_path, "async", iterations=4 * kills, kills=kills, seed=1)) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "reflective", "lockstep"])
+@pytest.mark.parametrize("kind", ["async", "lockstep"])
 def test_thirty_kills_lose_nothing_and_pay_nothing_twice(tmp_path: Path, kind: str) -> None:
     assert list(survives(tmp_path, kind, iterations=100, kills=30, seed=30)) == []

@@ -280,7 +280,7 @@ def instructions(program: Any) -> list[str]:
 
 
 def test_a_playbook_is_exported_in_the_instructions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program = ace.run(tmp_path, "guarded", 8)
+    program = ace.run(tmp_path, "async", 8)
     output_of(capsys, "export", tmp_path / "run", "--best", tmp_path / "program.json")
     loaded = ace.SlowChain()
     loaded.load(tmp_path / "program.json")
@@ -296,7 +296,7 @@ def test_a_playbook_is_exported_in_the_instructions(tmp_path: Path, capsys: pyte
 
 
 def test_a_harness_is_exported_with_its_source_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    best = harness.run(tmp_path, "guarded", 4)
+    best = harness.run(tmp_path, "async", 4)
     output_of(capsys, "export", tmp_path / "run", "--best", tmp_path / "harness.json")
     loaded = Harness("question -> answer")
     loaded.load(tmp_path / "harness.json")

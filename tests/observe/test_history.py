@@ -92,7 +92,7 @@ def test_candidates_have_texts_scores_parents_and_times_of_the_run(counted: tupl
 def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Run directory and program of a playbook run."""
     directory = tmp_path_factory.mktemp("taught")
-    program = ace.run(directory, "guarded", 6)
+    program = ace.run(directory, "async", 6)
     return directory / "run", program
 
 
@@ -101,7 +101,7 @@ def test_the_figures_of_a_playbook_run_and_of_a_search_for_harnesses_are_those_o
 ) -> None:
     directory, program = taught
     check_figures(directory, program.async_stats)
-    check_figures(tmp_path / "run", harness.run(tmp_path, "guarded", 2).detailed_results.stats)
+    check_figures(tmp_path / "run", harness.run(tmp_path, "async", 2).detailed_results.stats)
 
 
 def vars_of(candidate: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 
 from dspy_flashevolve.harness.archive import Archive, Draft, Evaluated, Failed
 from dspy_flashevolve.harness.evaluating import task_of
-from dspy_flashevolve.sandbox import guest
+from dspy_flashevolve.sandbox import zygote
 from dspy_flashevolve.sandbox.contract import Failure, Limits
 from dspy_flashevolve.sandbox.sandbox import ANSWER_BYTES, PRINTED_CHARACTERS
 from tests.contract.test_meta_harness import Watched, search
@@ -85,14 +85,14 @@ def test_the_words_of_an_error_read_no_file(monkeypatch: pytest.MonkeyPatch) -> 
 
     error: ZeroDivisionError | None = None
     try:
-        exec(compile("def f():\n    1 / 0\nf()", guest.FILE_NAME, "exec"), {})
+        exec(compile("def f():\n    1 / 0\nf()", zygote.FILE_NAME, "exec"), {})
     except ZeroDivisionError as raised:
         error = raised
     assert error is not None
     with monkeypatch.context() as patched:
         for name in ("getline", "getlines", "checkcache", "updatecache"):
             patched.setattr(f"linecache.{name}", refused)
-        described = guest._described(error)
+        described = zygote._described(error)
     assert described.splitlines() == ["ZeroDivisionError: division by zero", "  line 3, in <module>", "  line 2, in f"]
 
 
@@ -153,7 +153,7 @@ def test_requests_one_after_the_other_are_answered_in_order(roomy: Lab) -> None:
 
 @linux
 def test_what_a_candidate_forges_is_kept_in_part_only(roomy: Lab) -> None:
-    body = "sys.modules['dspy_flashevolve.sandbox.guest']._tail = lambda _: 'x' * 100_000"
+    body = "sys.modules['dspy_flashevolve.sandbox.zygote']._tail = lambda _: 'x' * 100_000"
     outcome = roomy.run(module(f"import sys\n{body}\nfound = '42'"))
     assert len(outcome.printed) == PRINTED_CHARACTERS
     large = roomy.run(module(f"found = 'x' * {ANSWER_BYTES}"))
@@ -218,7 +218,7 @@ def hooked() -> Generator[Lab]:
 @linux
 @pytest.mark.parametrize("body", [
     "def f(n):\n    try:\n        f(n + 1)\n    except RecursionError:\n        open('/etc/passwd').read()\nf(0)",
-    "import sys\nsys.modules['dspy_flashevolve.sandbox.guest']._forbidden = lambda *_: None\n"
+    "import sys\nsys.modules['dspy_flashevolve.sandbox.zygote']._forbidden = lambda *_: None\n"
     "open('/etc/passwd').read()",
     "import os; os.open('/usr/lib', os.O_RDONLY)",
 ])  # fmt: skip

@@ -349,7 +349,7 @@ def test_a_traceback_may_be_printed(either: Lab) -> None:
     body = "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    found = traceback.format_stack()"
     outcome = either.run(module(body))
     assert outcome.failure is None, str(outcome.failure)
-    assert "guest.py" in str(outcome.fields["answer"])
+    assert "zygote.py" in str(outcome.fields["answer"])
     assert "module(**job" in str(outcome.fields["answer"]), "no line of the source was read"
 
 

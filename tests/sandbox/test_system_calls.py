@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from dspy_flashevolve.sandbox import linux
+from dspy_flashevolve.sandbox import confinement
 from tests.sandbox.worlds import Lab, lab, module
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
@@ -100,17 +100,17 @@ def test_ordinary_code_still_runs(filtered: Lab, body: str) -> None:
     assert outcome.fields["answer"] == ["42"]
 
 
-@pytest.mark.parametrize("machine", sorted(linux.ARCHITECTURES))
+@pytest.mark.parametrize("machine", sorted(confinement.ARCHITECTURES))
 def test_every_step_of_a_filter_leads_to_a_later_one(machine: str) -> None:
-    code = list(struct.iter_unpack("=HBBI", linux._program(machine, 7)))
+    code = list(struct.iter_unpack("=HBBI", confinement._program(machine, 7)))
     for place, (kind, if_true, if_false, _) in enumerate(code):
-        assert kind == linux._RETURN or place + 1 + max(if_true, if_false) < len(code)
-    assert code[-1] == (linux._RETURN, 0, 0, linux._ALLOW)
+        assert kind == confinement._RETURN or place + 1 + max(if_true, if_false) < len(code)
+    assert code[-1] == (confinement._RETURN, 0, 0, confinement._ALLOW)
 
 
 def test_a_machine_that_is_not_known_has_no_filter() -> None:
     with pytest.raises(OSError, match="riscv64"):
-        linux._program("riscv64", 7)
+        confinement._program("riscv64", 7)
 
 
 def test_the_layer_is_named_where_it_is_missing() -> None:
