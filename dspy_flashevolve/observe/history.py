@@ -1,7 +1,6 @@
 """The history of a run: its journal, read once into frozen records, from which every view of a run is made.
 
-Seconds are those of the engine's clock since the run began; the time between its sessions is left out. Rows of the
-journal have wall time, events have wall time and the engine's: a row is placed between the events around it.
+Seconds count from the start of the run; the time between its sessions is left out.
 """
 
 from __future__ import annotations
@@ -373,41 +372,35 @@ def _in_flight(query: Query) -> dict[str, int]:
 class _Clock:
     """The seconds of a run: those of its sessions, one after the other.
 
+    Events have the engine's seconds. Rows have wall time, which counts from their session's first event.
+
     Args:
         sessions: in order.
         events: session, wall time and the engine's seconds of each event.
     """
 
     def __init__(self, sessions: tuple[Session, ...], events: list[tuple[int, float, float]]) -> None:
-        self._known: dict[int, tuple[list[float], list[float]]] = {}
         by_session: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for session, at, seconds in events:
             by_session[session].append((at, seconds))
-        self._offset: dict[int, float] = {}
+        self._began: dict[int, tuple[float, float, float]] = {}
         self.end = self.newest = 0.0
         for session in sessions:
             pairs = by_session[session.number] or [(session.began_at, 0.0)]
-            # Wall time may be set back while a run goes on; a search by halves needs it to rise.
-            ats = list(accumulate((at for at, _ in pairs), max))
-            seconds = [second for _, second in pairs]
-            self._known[session.number] = ats, seconds
-            self._offset[session.number], self.newest = self.end - seconds[0], self.end
-            self.end += max(seconds) - seconds[0]
+            at, first = pairs[0]
+            self._began[session.number] = self.end, at, first
+            self.newest = self.end
+            self.end += max(seconds for _, seconds in pairs) - first
 
     def of_event(self, session: int, seconds: float) -> float:
         """Convert the engine's seconds in a session to seconds since the run began."""
-        return seconds + self._offset.get(session, 0.0)
+        began, _, first = self._began.get(session, (0.0, 0.0, 0.0))
+        return began + seconds - first
 
     def of_row(self, session: int, at: float) -> float:
         """Convert the wall time of a row to seconds since the run began."""
-        ats, seconds = self._known.get(session, ([at], [0.0]))
-        following = bisect_right(ats, at)
-        if following in (0, len(ats)):  # before the first event, or after the last: there the two clocks go alike
-            edge = min(following, len(ats) - 1)
-            return self.of_event(session, max(seconds[0], seconds[edge] + at - ats[edge]))
-        before, after = ats[following - 1], ats[following]
-        share = (at - before) / (after - before)
-        return self.of_event(session, seconds[following - 1] + share * (seconds[following] - seconds[following - 1]))
+        began, first_at, _ = self._began.get(session, (0.0, at, 0.0))
+        return began + max(0.0, at - first_at)
 
 
 def _sessions(query: Query, run_dir: str | Path) -> tuple[Session, ...]:

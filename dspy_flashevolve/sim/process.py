@@ -1,32 +1,37 @@
-"""The simulated server in a process of its own, so that it takes no processor time of the client's interpreter."""
+"""The simulated server in a process of its own: for a `with` block (`SimServer`), or as `flashevolve sim-server`.
+
+In a process of its own it takes no processor time of the client's interpreter.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import atexit
 import base64
+import contextlib
 import importlib.util
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
+from dspy_flashevolve.sim.backend import PROFILES, Profile, profile_named
 from dspy_flashevolve.sim.counters import ServerStats
-from dspy_flashevolve.sim.faults import Faults
-from dspy_flashevolve.sim.profiles import Profile, profile_named
-from dspy_flashevolve.sim.quota import Quota
-from dspy_flashevolve.sim.replies import ReplyModel, default_reply_model
+from dspy_flashevolve.sim.faults import DRAWN_KINDS, Faults
+from dspy_flashevolve.sim.replies import ReplyModel
 
 if TYPE_CHECKING:
-    from dspy_flashevolve.sim.server import ServerConfig
+    from dspy_flashevolve.sim.server import QuotaCounter, ServerConfig
 
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 _CHILD = "from dspy_flashevolve.sim.process import child_main; child_main()"
@@ -47,9 +52,9 @@ class SimServer:
         seed: Part of every random choice of the server.
         port: Port to bind; 0 for any free one.
         time_scale: Model seconds a wall second; 50 makes everything 50 times faster.
-        reply_model: How well the simulated model obeys and reflects; None for "plain" of `REPLY_MODELS`.
+        reply_model: How well the simulated model obeys and reflects; None for `ReplyModel()`.
         faults: What goes wrong on purpose, and how often; None for nothing.
-        quota: Requests and tokens a minute; None for any number.
+        quota: Makes the counter of requests and tokens a minute, and can be pickled; None for any number.
 
     Raises:
         ValueError: If the profile is unknown or a number is out of range.
@@ -71,13 +76,13 @@ class SimServer:
         time_scale: float = 1.0,
         reply_model: ReplyModel | None = None,
         faults: Faults | None = None,
-        quota: Quota | None = None,
+        quota: Callable[[], QuotaCounter] | None = None,
     ) -> None:
         self._config: dict[str, Any] = {
             "profile": profile_named(profile) if isinstance(profile, str) else profile,
             "seed": seed,
             "time_scale": time_scale,
-            "reply_model": reply_model or default_reply_model(),
+            "reply_model": reply_model or ReplyModel(),
             "faults": faults,
             "quota": quota,
             "port": port,
@@ -260,3 +265,126 @@ async def _serve_until_stdin_ends(config: ServerConfig) -> None:
 
     threading.Thread(target=watch, name="stdin", daemon=True).start()
     await serve(config, on_ready=lambda port: print(json.dumps({"port": port}), flush=True), stop=stop)
+
+
+# The command `flashevolve sim-server`
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser of the command line."""
+    server = commands.add_parser(
+        "sim-server",
+        help="a simulated LLM server with OpenAI's chat API",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    server.add_argument("--profile", type=_profile_name, default="h100-qwen3-8b", help=" | ".join(sorted(PROFILES)))
+    server.add_argument("--host", default="127.0.0.1", help="address to bind; there is no authentication")
+    server.add_argument("--port", type=_port, default=8000, help="port to bind; 0 for any free one")
+    server.add_argument("--seed", type=int, default=0, help="part of every random choice")
+    server.add_argument("--time-scale", type=positive_number, default=1.0, help="model seconds a wall second")
+    server.add_argument(
+        "--fault",
+        type=_rate,
+        action="append",
+        default=[],
+        metavar="KIND=RATE",
+        help=f"a fault and its probability a request; may be repeated; kinds: {', '.join(DRAWN_KINDS)}",
+    )
+    server.add_argument(
+        "--burst",
+        type=_burst,
+        default=(0.0, 0.0),
+        metavar="EVERY:SECONDS",
+        help="rate limits: every so many model seconds, for so many, each request is answered 429",
+    )
+    server.add_argument("--drip-seconds", type=positive_number, default=30.0, help="model seconds of a slow drip")
+    server.add_argument("--fault-seed", type=int, default=0, help="of the draws of faults")
+    server.set_defaults(refuse=server.error)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C or SIGTERM."""
+    require_aiohttp()
+    try:
+        faults = _faults(arguments)
+    except ValueError as error:
+        return arguments.refuse(str(error))  # exits as argparse does for one argument: with usage, and status 2
+    from dspy_flashevolve.sim.server import ServerConfig
+
+    config = ServerConfig(
+        profile=profile_named(arguments.profile),
+        seed=arguments.seed,
+        time_scale=arguments.time_scale,
+        faults=faults,
+        host=arguments.host,
+        port=arguments.port,
+    )
+    # Where the loop takes no signal handlers (Windows), Ctrl-C arrives as this exception.
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve_until_signal(config))
+    return 0
+
+
+async def _serve_until_signal(config: ServerConfig) -> None:
+    from dspy_flashevolve.sim.server import serve
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, stop.set)
+
+    def announce(port: int) -> None:
+        print(f"{config.profile.name} at http://{config.host}:{port}/v1 (Ctrl-C ends it)", flush=True)
+
+    await serve(config, on_ready=announce, stop=stop)
+
+
+def _faults(arguments: argparse.Namespace) -> Faults | None:
+    every, seconds = arguments.burst
+    rates: dict[str, Any] = dict(arguments.fault)
+    faults = Faults(
+        **rates,
+        burst_every_seconds=every,
+        burst_seconds=seconds,
+        drip_seconds=arguments.drip_seconds,
+        seed=arguments.fault_seed,
+    )
+    return faults if any(faults.rates().values()) or every else None
+
+
+def _profile_name(text: str) -> str:
+    try:
+        return profile_named(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _port(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if 0 <= int(text) <= 65535:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number between 0 and 65535, got {text!r}")
+
+
+def positive_number(text: str) -> float:
+    """Read an argument that is a number above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+
+
+def _rate(text: str) -> tuple[str, float]:
+    kind, _, rate = text.partition("=")
+    if kind not in DRAWN_KINDS:
+        raise argparse.ArgumentTypeError(f"unknown fault {kind!r}: choose one of {', '.join(DRAWN_KINDS)}")
+    with contextlib.suppress(ValueError):
+        return kind, float(rate)
+    raise argparse.ArgumentTypeError(f"must be a fault and its rate, such as hang=0.02, got {text!r}")
+
+
+def _burst(text: str) -> tuple[float, float]:
+    with contextlib.suppress(ValueError):
+        every, _, seconds = text.partition(":")
+        return float(every), float(seconds)
+    raise argparse.ArgumentTypeError(f"must be two numbers of seconds, such as 60:5, got {text!r}")

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.combee import CombeeReflection, MergeProposals
-from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
+from benchmarks.models.fallible import FallibleModel
+from dspy_flashevolve.sim.backend import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import parse_chat_request
-from dspy_flashevolve.sim.replies import ReplyModel, reply_to
+from dspy_flashevolve.sim.replies import reply_to
 from dspy_flashevolve.sim.words import WORDS, Rule, rules_in
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, task_lm
 
@@ -206,7 +207,7 @@ def test_the_simulated_model_merges_proposals() -> None:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
         request = parse_chat_request(json.dumps({"messages": messages}).encode())
         assert request.kind == "integration"
-        return reply_to(request, H100_QWEN3_8B, ReplyModel(forgets=0, overload=0, useless=0), 0).text
+        return reply_to(request, H100_QWEN3_8B, FallibleModel(forgets=0, overload=0, useless=0), 0).text
 
     proposals = [text_of([rules[0], rules[4]]), text_of([rules[0], rules[2]])]
     shown = "\n\n".join(f"### Proposal {number}\n{text}" for number, text in enumerate(proposals, start=1))

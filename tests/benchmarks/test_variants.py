@@ -13,7 +13,7 @@ from benchmarks.trajectory import Point, Recorder, Trajectory
 from benchmarks.virtual import Reading, Setting, VirtualRun, run_virtually
 from dspy_flashevolve import FLASHEVOLVE, Workflow
 from dspy_flashevolve.engine.events import Committed
-from dspy_flashevolve.sim.batching import Load
+from dspy_flashevolve.sim.backend import Load
 
 
 def test_a_change_of_a_name_is_an_argument() -> None:

@@ -11,7 +11,7 @@ import pytest
 from dspy.utils.exceptions import LMRateLimitError
 
 from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.sim import PROFILES, REPLY_MODELS, HouseRules, Profile
+from dspy_flashevolve.sim import PROFILES, HouseRules, Profile
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
 H100 = PROFILES["h100-qwen3-8b"]
@@ -24,7 +24,7 @@ FIXED = {"num_threads": 128}
 
 
 def compiled(slots: dict[str, Any], profile: Profile, names: tuple[str, str] = ("a/x", "a/y"), **options: Any) -> Any:
-    task = HouseRules(rules=12, rules_per_example=4, reply_model=REPLY_MODELS["obliging"])
+    task = HouseRules(rules=12, rules_per_example=4)
     model = SimulatedModel(profile, reply_model=task.reply_model)
     lms = [model.lm(name) for name in names]
 

@@ -20,9 +20,8 @@ from dspy_flashevolve import AsyncGEPA, Workflow
 from dspy_flashevolve.ace.playbook import Bullet, line_of
 from dspy_flashevolve.engine.events import RequestFinished, RolloutTimedOut
 from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.observe.analysis import open_intervals, score_course, totals_of
+from dspy_flashevolve.observe.analysis import lines_of, open_intervals, score_course, totals_of
 from dspy_flashevolve.observe.history import read
-from dspy_flashevolve.observe.origins import lines_of
 from dspy_flashevolve.observe.report import report
 from dspy_flashevolve.observe.terminal import status
 from tests.ace import child as ace

@@ -25,9 +25,8 @@ from dspy_flashevolve.engine.events import (
     RolloutTimedOut,
     StageVisited,
 )
-from dspy_flashevolve.observe.analysis import endpoint_uses, example_scores, totals_of
+from dspy_flashevolve.observe.analysis import endpoint_uses, example_scores, removed_seed_lines, totals_of
 from dspy_flashevolve.observe.history import read
-from dspy_flashevolve.observe.origins import removed_seed_lines
 from dspy_flashevolve.observe.report import report
 from tests.contract.surface import simulated
 from tests.fakes import fake_lm, hashed, reply_for
@@ -139,7 +138,7 @@ def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
     assert not {"script", "img"} & set(page.tags)
     for part in ("The best prompt", "Lines of the seed that are gone", "<svg", 'class="scores"', "It saw these"):
         assert part in text
-    assert text.count("&lt;script&gt;") > 30
+    assert text.count("&lt;script&gt;") > 20
     assert not {name for name in page.attributes if name.startswith("on")}
 
 
@@ -187,20 +186,6 @@ def test_scores_by_example_mark_the_pareto_front_and_leave_out_who_is_not_on_it(
         "the best, and the front"
     )
     assert short.left_out == (1, 1)
-
-
-def test_the_tree_is_a_picture_with_every_candidate_and_its_parents(counted: tuple[Path, Any]) -> None:
-    directory, program = counted
-    text, _ = of(directory)
-    [picture] = re.findall(r'<figure class="family">(.*?)</svg>', text, re.DOTALL)
-    titles = re.findall(r"<title>(.*?)</title>", picture)
-    details = program.detailed_results
-    assert len(titles) == len(details.candidates)
-    for index, (title, value) in enumerate(zip(titles, details.val_aggregate_scores, strict=True)):
-        assert title.startswith(f"candidate {index}: {value:.4f}")
-    edges = sum(parent is not None for parents in details.parents for parent in parents)
-    assert len(re.findall(r'<path class="(?:edge|way)"', picture)) == edges
-    assert ">score</text>" in picture
 
 
 def test_examples_of_a_step_are_shown_by_their_inputs_with_what_was_answered(counted: tuple[Path, Any]) -> None:

@@ -11,7 +11,7 @@ from dspy.teleprompt.gepa.instruction_proposal import ProposeInstruction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
+from dspy_flashevolve.sim.backend import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import BadRequest, ChatRequest, OutputField, parse_chat_request
 from dspy_flashevolve.sim.replies import ReplyModel, reply_to
 

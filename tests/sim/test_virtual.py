@@ -16,8 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.sim import PROFILES
-from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from dspy_flashevolve.sim.virtual_loop import NEVER_WAITS
+from dspy_flashevolve.sim.virtual import NEVER_WAITS, SimulatedModel, run
 
 PREDICT = dspy.Predict("question -> answer")
 OPENING = "Here is a short and plain reply"
@@ -319,7 +318,7 @@ def test_two_equal_runs_give_equal_latencies(plan: list[tuple[bool, int]]) -> No
                 lambda: asyncio.gather(*(timed_answer(number, *step) for number, step in enumerate(plan)))
             )
 
-        return run(main), model.completion_tokens, model.generated_tokens()
+        return run(main), model.completion_tokens, model.load().generated_tokens
 
     assert measured() == measured()
 

@@ -16,7 +16,7 @@ from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from dspy_flashevolve.sim.words import USELESS_SENTENCES, WORDS, Rule, words_present
 
 RULES = [Rule(number, word) for number, word in enumerate(WORDS[:6], start=1)]
-FAITHFUL = {"obedience": 1.0, "forgets": 0.0, "useless": 0.0, "spots_conflicts": 1.0}
+FAITHFUL = {"obedience": 1.0, "forgets": 0.0, "useless": 0.0}
 BOOK = Playbook().adding("strategies", str(RULES[0])).adding("other", str(RULES[1])).adding("other", "Be brief.")
 ADAPTERS = pytest.mark.parametrize("adapter", [dspy.ChatAdapter(), dspy.JSONAdapter()])
 
@@ -65,12 +65,6 @@ def test_the_curator_sometimes_removes_a_rule_and_sometimes_adds_a_general_sente
     ]
     (useless,) = curated("Be kind.")
     assert useless.content in USELESS_SENTENCES
-
-
-def test_of_two_rules_that_contradict_each_other_the_second_is_not_added() -> None:
-    book = Playbook().adding("other", str(RULES[0]))
-    assert curated(str(RULES[1]), book, model={"rivals": True}) == []
-    assert len(curated(str(RULES[1]), book)) == 1
 
 
 @ADAPTERS

@@ -14,17 +14,18 @@ from dspy.teleprompt.gepa import InstructionProposer
 
 from benchmarks.lineages import simulated_pairs
 from benchmarks.models import CHARACTERS_A_TOKEN, REPLY_MODELS
+from benchmarks.models.fallible import HARMFUL_SENTENCES
 from benchmarks.models.structured import consolidated, reworded, statements
 from dspy_flashevolve.gepa.changes import Edit, EditedText
 from dspy_flashevolve.gepa.edits import EditProposer, numbered
 from dspy_flashevolve.gepa.parts import parts_of
 from dspy_flashevolve.modules.reading import items_in
 from dspy_flashevolve.sim import HouseRules
-from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
+from dspy_flashevolve.sim.backend import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import parse_chat_request
 from dspy_flashevolve.sim.replies import reply_to
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from dspy_flashevolve.sim.words import HARMFUL_SENTENCES, USELESS_SENTENCES, Choices, rules_in
+from dspy_flashevolve.sim.words import USELESS_SENTENCES, Choices, rules_in
 
 STRONG = REPLY_MODELS["strong"]
 TASK = HouseRules(reply_model=STRONG)

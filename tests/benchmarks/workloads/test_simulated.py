@@ -9,11 +9,11 @@ from benchmarks.workloads.definition import NamedWorkload
 from benchmarks.workloads.registry import workload_named
 from benchmarks.workloads.simulated import served, simulated
 from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, ReplyModel
+from dspy_flashevolve.sim import HouseRules, ReplyModel
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.benchmarks.workloads.samples import NAMES
 
-TASK = HouseRules(rules=12, rules_per_example=4, seed=1, reply_model=REPLY_MODELS["obliging"])
+TASK = HouseRules(rules=12, rules_per_example=4, seed=1)
 
 
 def _simulated(name: str) -> NamedWorkload:
@@ -72,13 +72,6 @@ def test_a_predictor_hears_of_its_own_rules_only() -> None:
     assert workload.metric(gold, prediction).feedback == f"Missed: {second} {third} {fourth}"
     assert workload.metric(gold, prediction, None, "decompose").feedback == f"Missed: {third}"
     assert workload.metric(gold, prediction, None, "verdict.predict").feedback == f"Missed: {second} {fourth}"
-
-
-def test_rivals_need_one_predictor() -> None:
-    task = HouseRules(rules=12, rules_per_example=4, reply_model=ReplyModel(rivals=True))
-    assert simulated(workload_named("aime", train=1, val=1, test=0), task).size.train == 1
-    with pytest.raises(ValueError, match="rivals need a program of one predictor, hover has several"):
-        simulated(workload_named("hover", train=1, val=1, test=0), task)
 
 
 def test_a_server_takes_the_lengths_of_the_workload() -> None:
