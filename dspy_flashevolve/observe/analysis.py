@@ -229,41 +229,6 @@ def example_scores(history: History, most_rows: int, most_columns: int) -> Examp
     )
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointUse:
-    """What became of the requests to an endpoint.
-
-    Args:
-        answered: requests answered; None where the run was killed before it wrote that down.
-        turned_away: times that a request got no answer and was sent again.
-        pauses: times that the endpoint was sent nothing for a while.
-        limit: its last limit on requests in flight; None where that never changed.
-    """
-
-    name: str
-    answered: int | None
-    turned_away: int
-    pauses: int
-    limit: int | None
-
-
-def endpoint_uses(history: History) -> list[EndpointUse]:
-    """Add up requests by endpoint, in the order in which the journal names the endpoints."""
-    answered, turned_away, pauses = Counter[str](), Counter[str](), Counter[str]()
-    limits = dict[str, int]()
-    for event in history.events:
-        if event.kind == "EndpointAsked":
-            answered[event.fields["endpoint"]] += event.fields["answered"]
-        elif event.kind == "RequestTurnedAway":
-            turned_away[event.fields["endpoint"]] += 1
-        elif event.kind == "EndpointPaused":
-            pauses[event.fields["endpoint"]] += 1
-        elif event.kind == "LimitChanged" and event.fields["reason"] != "the median rule":  # that one is of a stage
-            limits[event.fields["name"]] = event.fields["after"]
-    names = dict.fromkeys([*answered, *turned_away, *pauses, *limits])
-    return [EndpointUse(name, answered.get(name), turned_away[name], pauses[name], limits.get(name)) for name in names]
-
-
 def open_intervals(intervals: Iterable[tuple[str, float, float]], end: float, bins: int) -> dict[str, list[float]]:
     """Average how many intervals of each stage are open at a time, in equal bins from 0 to ``end``.
 
@@ -360,40 +325,6 @@ def lines_of(history: History, candidate: Candidate) -> list[PromptLine]:
         )
 
     return [with_origin(name, line) for name, text in candidate.texts.items() for line in text.splitlines()]
-
-
-@dataclass(frozen=True, slots=True)
-class RemovedLine:
-    """A line of the seed that a candidate does not have.
-
-    Args:
-        component: name of the component.
-        line: the line.
-        step: the step that took it out; None where nothing tells.
-        candidate: index of the first candidate on the way that does not have it.
-    """
-
-    component: str
-    line: str
-    step: int | None
-    candidate: int
-
-
-def removed_seed_lines(history: History, candidate: Candidate) -> list[RemovedLine]:
-    """Return the lines of the seed that a candidate does not have, in the seed's order."""
-    ancestors = _ancestors(history, candidate)
-    changes = [(change, _words(change.replaces)) for change in history.changes]
-    removed: list[RemovedLine] = []
-    for component, text in {} if history.seed is None else history.seed.texts.items():
-        there, held_by = _words(candidate.texts.get(component, "")), _held(ancestors, component)
-        for line in text.splitlines():
-            words = _words(line)
-            if not words.strip() or words in there:
-                continue
-            first = next((other for other, held in held_by if other.index and words not in held), candidate)
-            by_change = (one.step for one, part in changes if one.component == component and words in part)
-            removed.append(RemovedLine(component, line, next(by_change, first.step), first.index))
-    return removed
 
 
 def _held(ancestors: Sequence[Candidate], component: str) -> list[tuple[Candidate, set[str]]]:

@@ -111,24 +111,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class TracedRollout:
-    """Inputs and output of a rollout in a step's minibatch, for people.
-
-    Args:
-        step: the step.
-        example: the example's id as text.
-        score: the rollout's score.
-        inputs, output: field -> value, as the journal has them; empty where it has no trace.
-    """
-
-    step: int
-    example: str
-    score: float
-    inputs: Mapping[str, Any]
-    output: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class StepRecord:
     """A step.
 
@@ -180,7 +162,6 @@ class History:
         visits: visits of steps to stages, by their ends.
         events: all events but those of the kinds in :data:`FREQUENT`, in order.
         changes: changes that reflections made, with their estimated effects.
-        traced: rollouts on training examples whose trace was kept, in order; empty unless replies were read.
     """
 
     directory: str
@@ -197,7 +178,6 @@ class History:
     visits: tuple[StageVisit, ...] = ()
     events: tuple[EventRecord, ...] = ()
     changes: tuple[ChangeRecord, ...] = ()
-    traced: tuple[TracedRollout, ...] = ()
 
     @property
     def state(self) -> str:
@@ -278,7 +258,6 @@ def read(run_dir: str | Path, replies: bool = False) -> History:
             visits=tuple(_visits(events)),
             events=rare,
             changes=_changes(query),
-            traced=tuple(_traced(query)) if replies else (),
         )
 
 
@@ -311,43 +290,6 @@ def _requests(query: Query, clock: _Clock, events: list[EventRecord]) -> tuple[R
                 )
             )
     return tuple(sorted(requests, key=lambda request: request.seconds))
-
-
-def _traced(query: Query) -> Iterator[TracedRollout]:
-    table = query(
-        "SELECT step, example, score, json_extract(trace, '$.prediction') AS output, "
-        "json_extract(trace, '$.trace[0][1]') AS inputs FROM rollouts "
-        f"WHERE split = 'train' AND step > {BEFORE_STEPS} AND trace IS NOT NULL AND trace <> 'null' ORDER BY id"
-    )
-    for row in table:
-        inputs, output = (_fields_of(row[name]) for name in ("inputs", "output"))
-        yield TracedRollout(row["step"], row["example"], float(row["score"]), inputs, output)
-
-
-def _fields_of(text: Any) -> dict[str, Any]:
-    """Read the fields of a prediction, or of inputs, as the journal has them; see `encoded` in programs/records.py."""
-    try:
-        fields = _without_marks(json.loads(text)) if isinstance(text, str) else {}
-    except ValueError:  # a text by itself, which json_extract gives without quotes
-        fields = {"": text}
-    return fields if isinstance(fields, dict) else {"": fields}
-
-
-def _without_marks(value: Any) -> Any:
-    """Turn an encoded value into plain JSON. No class is imported or made, so any journal may be read."""
-    if isinstance(value, list):
-        return [_without_marks(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        [(mark, encoded)] = value.items()
-        if mark in ("d", "p") and isinstance(encoded, dict):
-            return {name: _without_marks(part) for name, part in encoded.items()}
-        if mark in ("m", "f") and isinstance(encoded, list) and encoded:
-            return encoded[-1] if mark == "m" else encoded[0]
-        if mark in ("t", "x"):
-            return _without_marks(encoded)
-    return value
 
 
 def _visits(events: list[EventRecord]) -> Iterator[StageVisit]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from html import escape
@@ -15,12 +15,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from dspy_flashevolve.observe.analysis import (
-    endpoint_uses,
     example_scores,
     family_tree,
     lines_of,
     open_intervals,
-    removed_seed_lines,
     score_course,
     totals_of,
 )
@@ -31,13 +29,11 @@ from dspy_flashevolve.observe.formatting import (
     format_score,
     format_standing,
 )
-from dspy_flashevolve.observe.history import Candidate, History, TracedRollout
+from dspy_flashevolve.observe.history import Candidate, History
 
 # A page of a long run has to open in a browser within a second or two. The limits below keep it under some megabytes.
 MOST_CANDIDATES, MOST_EXAMPLES = 40, 100
 """Rows and columns of the table of scores by example: a screen of each, and a quarter of a megabyte at most."""
-MOST_VALUE = 300
-"""Characters of an example's field: enough to recognize the example."""
 BINS = 120
 """Bins of a plot of slots: each is about three pixels wide."""
 MOST_DIFFS = 1_500_000
@@ -93,10 +89,7 @@ def report(history: History) -> str:
         best=best,
         components={name: list(of_component) for name, of_component in groupby(lines, key=lambda line: line.component)},
         steps=dict(sorted({line.step: line for line in lines if line.step is not None}.items())),
-        removed=[] if best is None else removed_seed_lines(history, best),
-        examples=_Examples(history),
         by_example=example_scores(history, MOST_CANDIDATES, MOST_EXAMPLES),
-        endpoints=endpoint_uses(history),
         score_plots=list(_score_plots(history, totals.cost_dollars)),
         slots=_slot_plots(history),
         colours=COLOURS,
@@ -105,36 +98,6 @@ def report(history: History) -> str:
         integrations=_integrations(history),
         settings=json.dumps(dict(history.sessions[-1].settings), indent=2) if history.sessions else "",
     )
-
-
-class _Examples:
-    """Examples as the page shows them: by their inputs, with the outputs that a step had for them."""
-
-    def __init__(self, history: History) -> None:
-        self._inputs: dict[str, str] = {}
-        self._of_step: defaultdict[tuple[int, str], list[TracedRollout]] = defaultdict(list)
-        for rollout in history.traced:
-            if rollout.inputs:
-                self._inputs.setdefault(rollout.example, _values(rollout.inputs))
-            self._of_step[rollout.step, rollout.example].append(rollout)
-
-    def name(self, example: str) -> str:
-        """Return an example's inputs, or its id where no trace was kept."""
-        return self._inputs.get(example, f"example {example}")
-
-    def outputs(self, step: int, example: str) -> list[tuple[str, str]]:
-        """Return outputs and scores that a step had for an example: the parent's, then the child's."""
-        return [(_values(rollout.output), f"{rollout.score:.2f}") for rollout in self._of_step[step, example]]
-
-
-def _values(fields: Mapping[str, Any]) -> str:
-    """Write fields as text for people: a single one by itself, several with their names."""
-    shown = {
-        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for name, value in fields.items()
-    }
-    cut = {name: value if len(value) <= MOST_VALUE else f"{value[:MOST_VALUE]} …" for name, value in shown.items()}
-    return next(iter(cut.values())) if len(cut) == 1 else "; ".join(f"{name}: {value}" for name, value in cut.items())
 
 
 def _clipped(text: str) -> str:

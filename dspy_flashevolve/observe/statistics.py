@@ -289,14 +289,14 @@ class AceStats(RunStats):
 
 
 MOST_STAGE_VISITS = 10_000
-"""Visits of steps to stages that are kept: about a megabyte, and more than a plot of a timeline can show."""
+"""Visits of steps to stages that are kept: about a megabyte."""
 SHOWN_REASON, MOST_REASONS = 100, 1000
-"""Characters of a provider's reason, and how many different reasons, are kept: enough to tell a rate limit from a dead
-server, and few enough that messages with a time or a request's number in them do not fill the memory."""
+"""Characters of a provider's reason, and different reasons, that are kept: few enough that messages with a time in them
+do not fill the memory."""
 
 
 class Recorder:
-    """A subscriber of the run's events that counts them.
+    """A subscriber of the run's events that counts them while the run goes on.
 
     Args:
         clock: the clock of the run.
@@ -304,14 +304,13 @@ class Recorder:
 
     def __init__(self, clock: LoopClock) -> None:
         self.clock = clock
-        self.steps = self.pauses = 0
+        self.steps = self.pauses = self.unanswered_examples = 0
         self.end_reasons, self.looks = Counter[str](), Counter[str]()
         self.requests, self.tokens = Counter[str](), Counter[str]()
         self.dollars = defaultdict[str, float](float)
         """Stage -> dollars, as far as prices are known."""
         self.turned_away = Counter[str]()
         """Reason in the provider's words -> requests that were sent again."""
-        self.unanswered_examples = 0
         self.seed_score: float | None = None
         """Validation score of the program that the run began with; None until it is known."""
         self._first_best_score: float | None = None
@@ -324,39 +323,40 @@ class Recorder:
         """Count an event."""
         # The engine's clock counts from anywhere; users count from the start of the run.
         event = replace(event, seconds=event.seconds - self.clock.began)
-        if isinstance(event, RolloutFinished | RequestFinished | LmCallCounted):
-            # An LM call outside of any request has tokens and dollars, but is no request that was answered.
-            self.requests[event.stage] += not isinstance(event, LmCallCounted)
-            self.tokens[event.stage] += event.tokens
-            self.dollars[event.stage] += event.cost_dollars
-        elif isinstance(event, StepOpened):
-            self.steps += 1
-        elif isinstance(event, StageVisited):
-            if len(self.stages) < MOST_STAGE_VISITS:
+        match event:
+            case RolloutFinished() | RequestFinished() | LmCallCounted():
+                # An LM call outside of any request has tokens and dollars, but is no request that was answered.
+                self.requests[event.stage] += not isinstance(event, LmCallCounted)
+                self.tokens[event.stage] += event.tokens
+                self.dollars[event.stage] += event.cost_dollars
+            case StepOpened():
+                self.steps += 1
+            case StageVisited() if len(self.stages) < MOST_STAGE_VISITS:
                 queued, began = event.queued_seconds - self.clock.began, event.began_seconds - self.clock.began
                 self.stages.append(StageVisit(event.step, event.stage, queued, began, ended=event.seconds))
-        elif isinstance(event, StepClosed):
-            if event.end.kind is not EndKind.COMMITTED:
+            case StepClosed() if event.end.kind is not EndKind.COMMITTED:
                 self.end_reasons[event.end.reason] += 1
-        elif isinstance(event, SeedValidated):
-            self.seed_score, self._first_best_score = event.score, event.best_score
-        elif isinstance(event, Committed):
-            self.commits.append(event)
-        elif isinstance(event, LimitChanged):
-            self.limit_changes.append(event)
-        elif isinstance(event, ExampleGivenUp):
-            self.unanswered_examples += 1
-        elif isinstance(event, RequestTurnedAway):
-            # In the provider's own words: whether it is a limit, a dead server or a bad request, it says best itself.
-            reason = shorten(event.reason, SHOWN_REASON, placeholder=" ...")
-            if reason in self.turned_away or len(self.turned_away) < MOST_REASONS:
-                self.turned_away[reason] += 1
-        elif isinstance(event, EndpointPaused):
-            self.pauses += 1
-        elif isinstance(event, PolicyDecided):
-            self.looks[event.decision] += 1
-        elif isinstance(event, Integrated):
-            self.integrations.append(event)
+            case SeedValidated():
+                self.seed_score, self._first_best_score = event.score, event.best_score
+            case Committed():
+                self.commits.append(event)
+            case LimitChanged():
+                self.limit_changes.append(event)
+            case ExampleGivenUp():
+                self.unanswered_examples += 1
+            case RequestTurnedAway():
+                # In the provider's words: whether it is a limit, a dead server or a bad request, it says best itself.
+                reason = shorten(event.reason, SHOWN_REASON, placeholder=" ...")
+                if reason in self.turned_away or len(self.turned_away) < MOST_REASONS:
+                    self.turned_away[reason] += 1
+            case EndpointPaused():
+                self.pauses += 1
+            case PolicyDecided():
+                self.looks[event.decision] += 1
+            case Integrated():
+                self.integrations.append(event)
+            case _:
+                pass
 
     @property
     def best_score(self) -> float | None:
@@ -415,9 +415,7 @@ class Recorder:
             proposals_per_minute=figures["proposals"] / minutes if minutes else 0.0,
             task_tokens=sum(self.tokens.values()) - reflection,
             reflection_tokens=reflection,
-            verdicts=dict(
-                Counter(verdict for integration in self.integrations for _, verdict, _ in integration.verdicts)
-            ),
+            verdicts=dict(Counter(verdict for one in self.integrations for _, verdict, _ in one.verdicts)),
             integrations=list(self.integrations),
         )
 
@@ -469,7 +467,6 @@ def _score_lines(stats: AsyncStats) -> list[str]:
 
 
 def _proposals(stats: AsyncStats) -> str:
-    """Count proposals; where there is none, say what most steps ended for."""
     counted = f", {stats.proposals} proposals"
     if stats.proposals or not stats.end_reasons:
         return counted
@@ -487,13 +484,12 @@ def _unreadable_lines(stats: AsyncStats) -> list[str]:
 def _change_lines(stats: AsyncStats) -> list[str]:
     change = stats.prompt_change.splitlines()
     more = [f"... and {len(change) - SHOWN_LINES} lines more"] if len(change) > SHOWN_LINES else []
-    return [shown_line(line) for line in change[:SHOWN_LINES]] + more
-
-
-def shown_line(line: str) -> str:
-    """Cut a line that no terminal shows."""
-    more = len(line) - SHOWN_CHARACTERS
-    return line if more <= 0 else f"{line[:SHOWN_CHARACTERS]}... and {more:,} characters more"
+    return [
+        line
+        if len(line) <= SHOWN_CHARACTERS
+        else f"{line[:SHOWN_CHARACTERS]}... and {len(line) - SHOWN_CHARACTERS:,} characters more"
+        for line in change[:SHOWN_LINES]
+    ] + more
 
 
 def steps_by_end(stats: RunStats) -> dict[str, int]:
@@ -555,6 +551,6 @@ def log_summary(logger: logging.Logger, stats: AsyncStats, error: bool = False) 
     Args:
         error: True where an error aborted the run.
     """
-    level = logging.ERROR if stats.outcome == "failed" or error else logging.INFO
-    level = logging.WARNING if stats.outcome == "aborted" and not error else level
+    level = {"aborted": logging.WARNING, "failed": logging.ERROR}.get(stats.outcome, logging.INFO)
+    level = logging.ERROR if error else level
     logger.log(level, "AsyncGEPA %s", summary_of(stats))
