@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -373,9 +373,10 @@ def _estimate(arguments: argparse.Namespace) -> int:
 
 
 def _interval(text: str) -> float:
-    if (seconds := sim_server.positive_number(text)) > LONGEST_WAIT:
-        raise argparse.ArgumentTypeError(f"must be at most {LONGEST_WAIT:g} seconds, got {text!r}")
-    return seconds
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) <= LONGEST_WAIT:
+            return seconds
+    raise argparse.ArgumentTypeError(f"must be above 0 and at most {LONGEST_WAIT:g} seconds, got {text!r}")
 
 
 def _directory(text: str) -> str:

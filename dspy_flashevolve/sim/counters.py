@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from dspy_flashevolve.sim.backend import Load, Profile
@@ -63,10 +63,6 @@ class ServerStats:
     mean_running: float
     by_kind: Mapping[str, KindStats]
     faults: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that `/stats` sends."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> ServerStats:

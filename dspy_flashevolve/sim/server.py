@@ -17,8 +17,8 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from aiohttp import web
 
@@ -38,18 +38,6 @@ Timers of an event loop on a busy machine are no finer than some 20 milliseconds
 _DONE = b"data: [DONE]\n\n"
 
 
-class QuotaCounter(Protocol):
-    """Counts requests against limits a minute, in wall seconds since the server's start."""
-
-    def admit(self, now: float, tokens: int) -> float | None:
-        """Count a request and return None; where there is no room, return the seconds until there would be."""
-        ...
-
-    def headers(self, now: float) -> dict[str, str]:
-        """Return the headers of an answer."""
-        ...
-
-
 @dataclass(frozen=True)
 class ServerConfig:
     """The configuration of a simulated server.
@@ -60,8 +48,8 @@ class ServerConfig:
         time_scale: Model seconds a wall second; 50 makes everything 50 times faster.
         reply_model: How well the simulated model obeys and reflects.
         faults: What goes wrong on purpose, and how often; None for nothing.
-        quota: Makes the counter of requests and tokens a minute; None for any number. A server with a quota has no
-            `/metrics`.
+        quota: Makes a counter of requests and tokens a minute, such as `benchmarks.quota.QuotaCounter`; None for any
+            number. A server with a quota has no `/metrics`.
         host: Address to bind; the loopback by default, since the server has no authentication.
         port: Port to bind; 0 for any free one.
 
@@ -74,7 +62,7 @@ class ServerConfig:
     time_scale: float = 1.0
     reply_model: ReplyModel = field(default_factory=ReplyModel)
     faults: Faults | None = None
-    quota: Callable[[], QuotaCounter] | None = None
+    quota: Callable[[], Any] | None = None
     host: str = "127.0.0.1"
     port: int = 0
 
@@ -152,7 +140,8 @@ class _Handlers:
             return self._refusal(f"{limit} requests in flight. Please try again in {seconds:.3f}s.", seconds)
         reply = reply_to(chat, self._profile, self._config.reply_model, self._config.seed, self._repeats.count(chat))
         if self._quota is not None:
-            wait = self._quota.admit(self._wall_seconds(), chat.prompt_tokens + reply.completion_tokens)
+            now = self._batch.now() / self._config.time_scale
+            wait = self._quota.admit(now, chat.prompt_tokens + reply.completion_tokens)
             if wait is not None:
                 return self._refusal("too many requests or tokens in this minute.", wait)
         for counters in self._counters:
@@ -244,10 +233,7 @@ class _Handlers:
         return web.json_response(body, status=429, headers=headers)
 
     def _quota_headers(self) -> dict[str, str]:
-        return {} if self._quota is None else self._quota.headers(self._wall_seconds())
-
-    def _wall_seconds(self) -> float:
-        return self._batch.now() / self._config.time_scale
+        return {} if self._quota is None else self._quota.headers(self._batch.now() / self._config.time_scale)
 
     async def models(self, _: web.Request) -> web.Response:
         card = {"id": self._profile.model, "object": "model", "created": 0, "owned_by": "dspy-flashevolve"}
@@ -286,7 +272,7 @@ class _Handlers:
             by_kind=counters.kind_stats(),
             faults=dict(counters.faults),
         )
-        return web.json_response(stats.to_json())
+        return web.json_response(asdict(stats))
 
 
 # The bodies of OpenAI's API

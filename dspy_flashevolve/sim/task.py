@@ -99,19 +99,11 @@ class HouseRules:
         return [self._example("val", index) for index in range(n)]
 
     def program(self, predictors: Literal[1, 2, 3] = 1) -> dspy.Module:
-        """Return a new program with the seed instruction: `predictors` calls in a chain, the last one writes `answer`.
-
-        Raises:
-            ValueError: If `predictors` is not 1, 2 or 3.
-        """
+        """Return a new program with the seed instruction: a chain of `predictors`, the last one writes `answer`."""
         return self._program(predictors, self.all_rules()[: self.seed_rules])
 
     def optimal_program(self, predictors: Literal[1, 2, 3] = 1) -> dspy.Module:
-        """Return the program whose instructions hold the rules that are worth their length; all, if length is free.
-
-        Raises:
-            ValueError: If `predictors` is not 1, 2 or 3.
-        """
+        """Return the program whose instructions hold the rules that are worth their length; all, if length is free."""
         return self._program(predictors, self._best_rules(predictors))
 
     def optimal_instruction(self) -> str:
@@ -145,12 +137,6 @@ class HouseRules:
 
         Args:
             instructions: One for each predictor, in the order of `OUTPUTS`.
-
-        Examples:
-            >>> task = HouseRules(rules=24, seed_rules=2, reply_model=ReplyModel(obedience=0.9))
-            >>> instruction = task.program().answer.signature.instructions
-            >>> round(task.true_score([instruction]), 4) == round(0.9 * 2 / 24, 4)
-            True
         """
         obeyed = [self.reply_model.obeyed(text) for text in instructions]
         own = ((obeyed[(rule.number - 1) % len(obeyed)], rule.word) for rule in self.all_rules())
@@ -164,18 +150,16 @@ class HouseRules:
         pred_name: str | None = None,
         pred_trace: Any = None,
     ) -> dspy.Prediction:
-        """Return score and feedback, in the form that dspy.GEPA asks for.
+        """Return score and feedback, in the form that dspy.GEPA asks for; the traces are not used.
 
         Args:
             gold: An example of `trainset` or `valset`.
             pred: The program's outputs.
-            trace: Not used.
             pred_name: The predictor that the feedback is for; None for all of them.
-            pred_trace: Not used.
 
         Returns:
             `score`, the share of the required words that are there (over all predictors, whatever `pred_name`), and
-            `feedback`, which names the missed rules of the predictor, as the model names them (`ReplyModel.feedback`).
+            `feedback`, which names the missed rules of the predictor (`ReplyModel.feedback`).
         """
         required: list[Rule] = list(gold["required"])
         outputs = [name for name in OUTPUTS if name in pred]
@@ -235,15 +219,13 @@ class _Chain(dspy.Module):
     def forward(self, question: str) -> dspy.Prediction:
         fields: dict[str, Any] = {}
         for name in self.steps:
-            fields[name] = getattr(self, name)(question=question, **_previous(fields))[name]
+            previous = dict([*fields.items()][-1:])
+            fields[name] = getattr(self, name)(question=question, **previous)[name]
         return dspy.Prediction(**fields)
 
     async def aforward(self, question: str) -> dspy.Prediction:
         fields: dict[str, Any] = {}
         for name in self.steps:
-            fields[name] = (await getattr(self, name).acall(question=question, **_previous(fields)))[name]
+            previous = dict([*fields.items()][-1:])
+            fields[name] = (await getattr(self, name).acall(question=question, **previous))[name]
         return dspy.Prediction(**fields)
-
-
-def _previous(fields: dict[str, Any]) -> dict[str, Any]:
-    return dict(list(fields.items())[-1:])

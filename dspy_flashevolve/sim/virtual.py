@@ -264,8 +264,6 @@ class SimulatedModel:
         """Prompt tokens of the requests answered."""
         self.completion_tokens = 0
         """Completion tokens of the requests answered."""
-        self.sent: list[float] = []
-        """When each request came, refused ones included, in virtual seconds."""
         self.refused: list[float] = []
         """When each refused request came, in virtual seconds."""
         self._repeats = Repeats()
@@ -280,25 +278,19 @@ class SimulatedModel:
         """Return the state and the totals of the batch."""
         return Load(0, 0, 0.0, 0.0, 0.0) if self._batch is None else self._batch.load()
 
-    def refused_share(self, after_seconds: float = 0.0) -> float:
-        """Return the share of requests refused, of those that came from then on; 0 where none came."""
-        sent = sum(seconds >= after_seconds for seconds in self.sent)
-        return sum(seconds >= after_seconds for seconds in self.refused) / sent if sent else 0.0
-
     async def answer(self, request: Request) -> Response:
-        """Return the reply, after the time that it takes.
-
-        Raises:
-            RateLimitError: lm15's, with the profile's ``retry_after_seconds``: too many requests are in flight.
-        """
+        """Return the reply, after the time that it takes; lm15's RateLimitError if too many requests are in flight."""
         chat = chat_request(request)
         loop = asyncio.get_running_loop()
         if self._batch is None or self._loop is not loop:  # the batch of an earlier run
             self._loop = loop
             self._batch = self.profile.batch(time_scale=1.0)
         is_elsewhere = self.reflection_seconds > 0 and chat.kind not in ("task", "other")
-        if not is_elsewhere:
-            self._refuse_excess(loop.time(), self._batch.in_flight)
+        limit = self.profile.concurrency_limit
+        if not is_elsewhere and limit is not None and self._batch.in_flight >= limit:
+            self.refused.append(loop.time())
+            message, wait = f"Rate limit reached: {limit} requests in flight.", self.profile.retry_after_seconds
+            raise RateLimitError(message, status=429, retry_after=wait)
         reply = reply_to(chat, self.profile, self.reply_model, self.seed, self._repeats.count(chat))
         if is_elsewhere:
             await asyncio.sleep(self.reflection_seconds)
@@ -317,25 +309,8 @@ class SimulatedModel:
             id=None,
             model="simulated",
             message=Message("assistant", (TextPart(reply.text),)),
-            finish_reason="length" if reply.finish_reason == "length" else "stop",
-            usage=Usage(
-                input_tokens=chat.prompt_tokens,
-                output_tokens=reply.completion_tokens,
-                total_tokens=tokens,
-            ),
-        )
-
-    def _refuse_excess(self, seconds: float, in_flight: int) -> None:
-        """Raise RateLimitError where the server would answer 429: as many requests are in flight as it takes."""
-        self.sent.append(seconds)
-        limit = self.profile.concurrency_limit
-        if limit is None or in_flight < limit:
-            return
-        self.refused.append(seconds)
-        raise RateLimitError(
-            f"Rate limit reached: {limit} requests in flight.",
-            status=429,
-            retry_after=self.profile.retry_after_seconds,
+            finish_reason=reply.finish_reason,
+            usage=Usage(input_tokens=chat.prompt_tokens, output_tokens=reply.completion_tokens, total_tokens=tokens),
         )
 
 

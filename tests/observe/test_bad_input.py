@@ -322,8 +322,8 @@ def test_a_mistake_has_its_own_message_and_status_and_is_not_called_damage(
     [
         (["lineage", ""], "must be the log_dir of a run"),
         (["lineage", "zero\0byte"], "must be the log_dir of a run"),
-        (["watch", "run", "--every", "1e300"], "must be at most 86400 seconds"),
-        (["watch", "run", "--every", "nan"], "must be a positive number"),
+        (["watch", "run", "--every", "1e300"], "at most 86400 seconds"),
+        (["watch", "run", "--every", "nan"], "must be above 0 and at most"),
         (["compare"], "the following arguments are required: RUN_DIR"),
     ],
 )

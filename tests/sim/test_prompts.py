@@ -91,16 +91,6 @@ def test_the_proposers_prompt_is_a_reflection_that_reads_the_feedback(adapter: d
     ]
 
 
-def test_a_schema_names_the_outputs_where_the_user_message_does_not() -> None:
-    properties = {"answer": {"type": "string"}, "n": {"type": "integer"}, "pick": {"enum": ["a", "b"]}}
-    response_format = {"type": "json_schema", "json_schema": {"schema": {"properties": properties}}}
-    request = parsed([{"role": "user", "content": "Hello"}], response_format=response_format)
-    assert request.json_reply
-    values = json.loads(reply(request))
-    assert (values["n"], values["pick"]) == (0, "a")
-    assert values["answer"]
-
-
 def test_the_text_parts_of_a_message_count_and_its_images_do_not() -> None:
     parts = [{"type": "text", "text": "Hello"}, {"type": "image_url", "image_url": {"url": "data:x"}}]
     assert (
