@@ -37,7 +37,7 @@ test-ray: $(VENV)/.installed  ## the tests of rollouts in Ray's actors
 	$(BIN)/python -m pytest -n auto --dist worksteal -m ray
 
 test-slow: $(VENV)/.installed  ## the slow suites; see tests/contract/dspy_suite and FLASHEVOLVE_VLLM_BASE
-	$(BIN)/python -m pytest -m "slow or vllm or perfetto"
+	$(BIN)/python -m pytest -m "slow or vllm"
 
 notebooks: $(VENV)/.installed  ## run the notebooks on the server at API_BASE, and save their outputs in them
 	$(BIN)/python -m pytest --nbmake --overwrite notebooks

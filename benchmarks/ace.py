@@ -26,11 +26,11 @@ import dspy
 
 from benchmarks.ace_runs import Row, on_server, virtually
 from benchmarks.backends import Backend
+from benchmarks.batching import PROFILES
 from benchmarks.models import DEFAULT_MODEL, REPLY_MODELS
 from benchmarks.results import RESULTS, Spread, append_json_lines, ratio, shown, table
 from benchmarks.tasks import TASKS
 from benchmarks.workloads.registry import workload_names
-from dspy_flashevolve.sim.profiles import PROFILES
 
 SCHEDULES = ("lockstep", "async")
 TARGET_SAMPLES = 2.5

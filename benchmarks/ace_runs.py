@@ -12,6 +12,7 @@ from typing import Any
 
 import dspy
 
+from benchmarks.batching import Profile, profile_named
 from benchmarks.tasks import task_kind
 from benchmarks.virtual import told
 from benchmarks.workloads.registry import workload_named, workload_names
@@ -19,7 +20,6 @@ from benchmarks.workloads.simulated import Data, simulated
 from dspy_flashevolve import AsyncACE
 from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.sim import ReplyModel
-from dspy_flashevolve.sim.profiles import Profile, profile_named
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
 CURVE_POINTS = 30

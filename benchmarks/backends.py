@@ -34,7 +34,7 @@ class Backend:
         profile: Of the simulated server; unused with a `model`.
         api_base: Of a server with OpenAI's API; None for the one that litellm knows by the model's name.
         model: The real model: by its name on that server, or by litellm's name for it; None for a simulated one.
-        simulated: The simulated model's name (`sim.REPLY_MODELS`); unused with a `model`.
+        simulated: The simulated model's name (`benchmarks.models.REPLY_MODELS`); unused with a `model`.
         time_scale: The simulated server's seconds in a real one.
         max_tokens: Longest reply of a real model to the task.
         reflection_tokens: Longest reply of a real model to a reflection.

@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.backends import Backend
+from benchmarks.batching import PROFILES
 from benchmarks.methods import Limits, method
 from benchmarks.models import DEFAULT_MODEL, REPLY_MODELS
 from benchmarks.results import (
@@ -36,7 +37,6 @@ from benchmarks.results import (
 from benchmarks.workloads.registry import definition_named, workload_named, workload_names
 from benchmarks.workloads.rows import RowsMissing
 from benchmarks.workloads.virtual import VirtualJob, run_job
-from dspy_flashevolve.sim.profiles import PROFILES
 
 METHODS = (
     "gepa", "gepa-independent-4", "gepa-independent-10", "gepa-independent-40", "gepa-pxn-3x3", "combee-10",

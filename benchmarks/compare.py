@@ -18,6 +18,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from benchmarks.batching import PROFILES
 from benchmarks.methods import Limits, method
 from benchmarks.models import REPLY_MODELS
 from benchmarks.results import RESULTS, ratio, shown, table
@@ -35,7 +36,6 @@ from benchmarks.runs import (
 )
 from benchmarks.tasks import TASKS, task_kind
 from benchmarks.virtual import Setting
-from dspy_flashevolve.sim.profiles import PROFILES
 
 METHODS = (
     "lockstep", "gepa-independent-10", "combee-9", "combee-25", "combee-40", "async-full", "async-reflective", "async",

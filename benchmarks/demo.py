@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.methods import Limits, method
 from benchmarks.results import Result, ratio, shown, table, write_result
-from benchmarks.workloads.house_rules import Setting, simulated
+from benchmarks.workloads.house_rules import MODEL, Setting, simulated
 from benchmarks.workloads.rows import data_folder
 from dspy_flashevolve.sim import HouseRules
 
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n" + table(HEADER, [row(result) for result in results]))
     gepa, ours = results
     more = ratio(ours.proposals_per_minute, gepa.proposals_per_minute)
-    optimum = HouseRules(rules=chosen.rules, seed=options.seed).optimum
+    optimum = HouseRules(rules=chosen.rules, seed=options.seed, reply_model=MODEL).optimum
     print(f"\nAsyncGEPA made {shown(more, '.1f')} times the proposals a minute. The score can reach {optimum:.2f}.")
     for result in results:
         if result.error:

@@ -29,6 +29,7 @@ from typing import Any, Literal
 import dspy
 
 from benchmarks.backends import Backend
+from benchmarks.batching import Profile, profile_named
 from benchmarks.in_process import InProcessStandIn
 from benchmarks.models import DEFAULT_MODEL, REPLY_MODELS, reply_model_named
 from benchmarks.results import RESULTS, Spread, append_json_lines, ratio, shown, table
@@ -36,7 +37,6 @@ from benchmarks.workloads.registry import workload_named, workload_names
 from benchmarks.workloads.simulated import Data, simulated
 from dspy_flashevolve import AsyncMetaHarness
 from dspy_flashevolve.sim import HouseRules, SimServer
-from dspy_flashevolve.sim.profiles import Profile, profile_named
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
 TARGET = 4.0

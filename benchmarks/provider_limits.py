@@ -28,11 +28,11 @@ import dspy
 from dspy.lm15 import Message, RateLimitError, Request, Response, TextPart, Usage
 
 from benchmarks.measure import silence
+from benchmarks.quota import Quota, QuotaCounter
 from benchmarks.results import RESULTS, append_json_lines, table
 from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.programs.servers import BalancedLM
-from dspy_flashevolve.sim import PROFILES, REPLY_MODELS, HouseRules, Quota
-from dspy_flashevolve.sim.quota import QuotaCounter
+from dspy_flashevolve.sim import PROFILES, HouseRules
 from dspy_flashevolve.sim.replies import reply_to
 from dspy_flashevolve.sim.virtual import chat_request, run
 from dspy_flashevolve.sim.words import Choices
@@ -42,7 +42,7 @@ FAST, SLOW = "http://fast/v1", "http://slow/v1"
 PLACES = {FAST: 32, SLOW: 8}
 REFUSAL_SECONDS = 0.05
 ADDRESS: ContextVar[str] = ContextVar("address", default=FAST)
-TASK = HouseRules(rules=12, rules_per_example=4, seed=0, reply_model=REPLY_MODELS["obliging"])
+TASK = HouseRules(rules=12, rules_per_example=4, seed=0)
 
 
 @dataclass(frozen=True)

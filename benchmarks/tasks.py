@@ -17,22 +17,20 @@ class TaskKind:
 
     rules: int = 24
     rules_per_example: int = 6
-    rivals: bool = False
     crowding: float = 0.0
 
     def task(self, seed: int, model: str = DEFAULT_MODEL) -> HouseRules:
         """The task of that seed, for the simulated model of that name."""
         named = reply_model_named(model)
-        own = replace(named, rivals=self.rivals, crowding=max(named.crowding, self.crowding))
+        own = replace(named, crowding=max(named.crowding, self.crowding))
         return HouseRules(rules=self.rules, rules_per_example=self.rules_per_example, seed=seed, reply_model=own)
 
 
 TASKS = {
     "few": TaskKind(),
     "many": TaskKind(rules=72, rules_per_example=8),
-    "rivals": TaskKind(rivals=True, crowding=0.01),
 }
-"""Few improvements that add up; many of them; rules that contradict each other, and long instructions that lose."""
+"""Few improvements that add up; many of them."""
 
 
 def task_kind(name: str) -> TaskKind:
@@ -40,10 +38,10 @@ def task_kind(name: str) -> TaskKind:
 
     Example:
         >>> task_kind("many:rules=96,crowding=0.02")
-        TaskKind(rules=96, rules_per_example=8, rivals=False, crowding=0.02)
+        TaskKind(rules=96, rules_per_example=8, crowding=0.02)
     """
     base, _, changes = name.partition(":")
-    numbers = {one.name: int if one.type == "int" else float for one in fields(TaskKind) if one.type != "bool"}
+    numbers = {one.name: int if one.type == "int" else float for one in fields(TaskKind)}
     try:
         pairs = [change.split("=") for change in changes.split(",") if change]
         return replace(TASKS[base], **{key: numbers[key](value) for key, value in pairs})

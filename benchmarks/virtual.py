@@ -20,6 +20,7 @@ from typing import Any
 
 import dspy
 
+from benchmarks.batching import profile_named
 from benchmarks.methods import Limits, Method, Workload
 from benchmarks.models import DEFAULT_MODEL
 from benchmarks.trajectory import Point, Recorder, Spent, Trajectory
@@ -180,7 +181,7 @@ def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Set
             true_score=lambda texts: task.true_score([texts[name] for name in OUTPUTS if name in texts]),
         )
 
-    model = SimulatedModel(setting.profile, limits.seed, task.reply_model, setting.reflection_seconds)
+    model = SimulatedModel(profile_named(setting.profile), limits.seed, task.reply_model, setting.reflection_seconds)
     return run_served(chosen, model, workload, limits)
 
 

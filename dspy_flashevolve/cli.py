@@ -8,7 +8,6 @@ flashevolve compare RUN_DIR RUN_DIR
 flashevolve export RUN_DIR --best program.json
 flashevolve diff RUN_DIR seed best
 flashevolve lineage RUN_DIR --prompts
-flashevolve timeline RUN_DIR -o trace.json
 flashevolve check RUN_DIR
 flashevolve estimate experiment.py
 """
@@ -16,14 +15,16 @@ flashevolve estimate experiment.py
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -35,11 +36,9 @@ from dspy_flashevolve.engine.journal import FILE, LOCK, is_in_use
 from dspy_flashevolve.engine.texts import printable
 from dspy_flashevolve.observe import terminal
 from dspy_flashevolve.observe.analysis import RunTotals, totals_of
-from dspy_flashevolve.observe.export import program_state
 from dspy_flashevolve.observe.formatting import format_score
 from dspy_flashevolve.observe.history import History, read
-from dspy_flashevolve.observe.timeline import trace_json
-from dspy_flashevolve.sim import command as sim_command
+from dspy_flashevolve.sim import process as sim_server
 
 RUN_FILES = (LOCK, "candidate_tree.html", "candidates.json", "gepa_state.bin", "gepa.stop")
 """Files of a run directory, beside the journal's own, that no command overwrites."""
@@ -141,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flashevolve", description="Tools of dspy-flashevolve.")
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True)
-    sim_command.add_parser(commands)
+    sim_server.add_parser(commands)
     _add_readers(commands)
     _add_estimate(commands)
     return parser
@@ -174,7 +173,6 @@ def _add_readers(commands: Any) -> None:
         "export": "a candidate as a file that program.load reads",
         "diff": "what changed in the prompts from one candidate to another",
         "lineage": "the family tree of a run: candidates, gaps, repairs and verdicts",
-        "timeline": "a run as a trace that ui.perfetto.dev opens",
         "check": "whether a run's journal holds what it promises; 1 where it does not",
     }
     parsers = {name: commands.add_parser(name, help=help_text) for name, help_text in help_texts.items()}
@@ -183,8 +181,7 @@ def _add_readers(commands: Any) -> None:
         parser.add_argument("run_dir", type=_directory, metavar="RUN_DIR", help="the log_dir of the run", **several)
     parsers["watch"].add_argument("--once", action="store_true", help="show it once")
     parsers["watch"].add_argument("--every", type=_interval, default=1.0, metavar="SECONDS", help="default: 1")
-    for name, file in (("report", "report.html"), ("timeline", "trace.json")):
-        parsers[name].add_argument("-o", dest="out", default=file, metavar="FILE", help=f"default: {file}")
+    parsers["report"].add_argument("-o", dest="out", default="report.html", metavar="FILE", help="default: report.html")
     parsers["compare"].add_argument("--json", action="store_true", help="all figures, as JSON")
     which = parsers["export"].add_mutually_exclusive_group()
     which.add_argument("--best", dest="candidate", action="store_const", const="best", default="best", help="default")
@@ -302,7 +299,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     history = _history(arguments.run_dir)
     candidate = terminal.candidate_of(history, arguments.candidate)
-    state = program_state(history, candidate, arguments.program)
+    state = terminal.program_state(history, candidate, arguments.program)
     _write_file(arguments.out, json.dumps(state, indent=2, ensure_ascii=False) + "\n")
     rest = "" if arguments.program or "module_src" in state else "; demos and fields stay those of the program"
     return _print(
@@ -318,20 +315,55 @@ def _check(arguments: argparse.Namespace) -> int:
     return FAILED if result.problems else 0
 
 
+def _names_in(source: str) -> Mapping[str, Any]:
+    """Execute a file, or import a module, as ``python FILE`` or ``python -m MODULE`` find it, and return its names.
+
+    What a file does under ``if __name__ == "__main__":``, such as a run, is not done.
+
+    Raises:
+        ConfigurationError: There is no such file or module.
+    """
+    path = Path(source)
+    if path.suffix == ".py" or path.exists():
+        if not path.is_file():
+            raise ConfigurationError(f"{source}: there is no such file. Name a Python file, or a module.")
+        sys.path.insert(0, str(path.resolve().parent))  # as `python FILE` does, for the modules beside the file
+        return runpy.run_path(source, run_name="flashevolve_script")
+    sys.path.insert(0, "")
+    try:
+        return vars(importlib.import_module(source))
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{source}.".startswith(f"{error.name}."):  # a module that it imports itself
+            raise
+        raise ConfigurationError(f"{source}: there is no such file or module (no module {error.name!r}).") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{source!r} is the name of no file and no module ({error}).") from error
+
+
 def _estimate(arguments: argparse.Namespace) -> int:
     from dspy.primitives import Module
 
     from dspy_flashevolve.async_gepa import AsyncGEPA
-    from dspy_flashevolve.observe.script import names_in, object_named
 
-    source, data = arguments.source, dict[str, Any]()
     try:
-        names = names_in(source)
-        optimizer = object_named(names, arguments.optimizer, source, "--optimizer", AsyncGEPA)
-        program = object_named(names, arguments.program, source, "--program", Module)
-        data["trainset"] = object_named(names, arguments.trainset, source, "--trainset", list)
+        names = _names_in(arguments.source)
+
+        def named(option: str, kind: type) -> Any:
+            """Return the object that an option names, which has to be of a kind."""
+            name = getattr(arguments, option, option)
+            if isinstance(value := names.get(name), kind):
+                return value
+            fitting = ", ".join(key for key, one in names.items() if isinstance(one, kind) and key[0] != "_") or "none"
+            there = f"is a {type(value).__name__}" if name in names else "is not there"
+            raise ConfigurationError(
+                f"{name!r} {there} in {arguments.source}. Give the name of a {kind.__name__} in it by --{option}: "
+                f"there are {fitting}."
+            )
+
+        optimizer, program = named("optimizer", AsyncGEPA), named("program", Module)
+        data = {"trainset": named("trainset", list)}
         if hasattr(arguments, "valset") or names.get("valset") is not None:
-            data["valset"] = object_named(names, getattr(arguments, "valset", "valset"), source, "--valset", list)
+            data["valset"] = named("valset", list)
         return _print(repr(optimizer.estimate(program, **data)))
     except (FlashEvolveError, OutputError, BrokenPipeError):
         raise
@@ -341,9 +373,10 @@ def _estimate(arguments: argparse.Namespace) -> int:
 
 
 def _interval(text: str) -> float:
-    if (seconds := sim_command.positive_number(text)) > LONGEST_WAIT:
-        raise argparse.ArgumentTypeError(f"must be at most {LONGEST_WAIT:g} seconds, got {text!r}")
-    return seconds
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) <= LONGEST_WAIT:
+            return seconds
+    raise argparse.ArgumentTypeError(f"must be above 0 and at most {LONGEST_WAIT:g} seconds, got {text!r}")
 
 
 def _directory(text: str) -> str:
@@ -355,14 +388,13 @@ def _directory(text: str) -> str:
 ENDED_BY_CTRL_C = ("sim-server", "watch")
 """Commands that go on until somebody ends them, so that Ctrl-C is no failure."""
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "sim-server": sim_command.run,
+    "sim-server": sim_server.run,
     "watch": _watch,
     "report": _report,
     "compare": _compare,
     "export": _export,
     "diff": lambda arguments: _print(terminal.diff(_history(arguments.run_dir), arguments.before, arguments.after)),
     "lineage": lambda arguments: _print(terminal.tree(_history(arguments.run_dir), arguments.prompts)),
-    "timeline": lambda arguments: _write_file(arguments.out, trace_json(_history(arguments.run_dir))),
     "check": _check,
     "estimate": _estimate,
 }

@@ -52,7 +52,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
-WHERE_ALL_RUN = ("ray", "pages", "vllm", "perfetto", "slow", "long")
+WHERE_ALL_RUN = ("ray", "pages", "vllm", "slow", "long")
 """Marks of tests that are chosen by them."""
 
 

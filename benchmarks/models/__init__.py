@@ -1,22 +1,22 @@
-"""Simulated models that imitate how real ones reflect: the package's, and those that only benchmarks need.
+"""Simulated models that imitate how real ones reflect; the package has an obliging one alone.
 
-They write structured texts as measured in public runs (`structured`, after the laws of `lineage`), reply in forms that
-were not asked for (`sloppy`), and answer the prompts of playbooks and of harnesses.
+They fall short (`fallible`), write structured texts as measured in public runs (`structured`, after the laws of
+`lineage`), reply in forms that were not asked for (`sloppy`), and answer the prompts of playbooks and of harnesses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
+from benchmarks.models.fallible import FallibleModel, read_request
 from benchmarks.models.harness_replies import harness_fields, is_tool_call
 from benchmarks.models.lineage import GPT_CLASS, QWEN3_8B, Lineage
 from benchmarks.models.playbook_replies import CITATIONS, citations, curate, reflect
 from benchmarks.models.sloppy import formed, formed_reply, formed_verdicts, sloppy_form
 from benchmarks.models.structured import consolidated, edits, patched, rewritten, statements
-from dspy_flashevolve.sim import replies
 from dspy_flashevolve.sim.prompts import ChatRequest
-from dspy_flashevolve.sim.replies import DEFAULT_MODEL, ReplyModel, written
+from dspy_flashevolve.sim.replies import integration_values, numbered_parts, written, written_edits
 from dspy_flashevolve.sim.words import FILLER_OPENING, Choices, Rule
 
 __all__ = ["DEFAULT_MODEL", "REPLY_MODELS", "ImitatingModel", "reply_model_named"]
@@ -29,7 +29,7 @@ _PLAYBOOK_REPLIES = {"sample_reflection": reflect, "curation": curate}
 
 
 @dataclass(frozen=True)
-class ImitatingModel(ReplyModel):
+class ImitatingModel(FallibleModel):
     """A model that is also sloppy, writes structured texts, and answers prompts of playbooks and harnesses.
 
     Attributes:
@@ -47,6 +47,7 @@ class ImitatingModel(ReplyModel):
             raise ValueError(f"sloppy must be between 0 and 1, got {self.sloppy!r}")
 
     def write(self, request: ChatRequest, choices: Choices, seed: int) -> str:
+        request = read_request(request)
         inputs, names = request.inputs, [field.name for field in request.output_fields]
         if request.kind == "harness":
             fields = harness_fields(
@@ -65,14 +66,14 @@ class ImitatingModel(ReplyModel):
         if form is None:
             return super().write(request, choices, seed)
         if is_integration:
-            head, children = replies.integration_inputs(inputs)
-            verdicts, text = self.integrate(head, children, choices)
-            values = replies.integration_values(request, formed_verdicts(form, verdicts), formed(form, text, head))
+            head = inputs["head_text"]
+            verdicts, text = self.integrate(head, inputs["children"], choices)
+            values = integration_values(request, formed_verdicts(form, verdicts), formed(form, text, head))
             return formed_reply(form, written(request, values))
         current, feedback = inputs["current_instruction"], inputs["examples_with_feedback"]
         if "edits" in names:
-            changes = self.edits(replies.numbered_parts(current), feedback, choices)
-            whole = replies.written_edits(request, [] if form == "unchanged" else changes)
+            changes = self.edits(numbered_parts(current), feedback, choices)
+            whole = written_edits(request, [] if form == "unchanged" else changes)
             return formed_reply(form, formed(form, whole, whole))
         text = formed(form, self.new_instruction(current, feedback, choices), current)
         return formed_reply(form, self.format(request, text))
@@ -117,35 +118,70 @@ class ImitatingModel(ReplyModel):
     ) -> str:
         if self.lineage is None:
             return super().patched(head, base, rules, added, copied, dropped, choices)
-        stays = {*statements("\n".join(map(str, rules)))} | {*replies.sentences_in(base)}
+        stays = {*statements("\n".join(map(str, rules)))} | {*self.sentences(base)}
         gone = ({*statements(head)} - stays) | {*dropped}
         return patched(head, gone, [*copied, *map(str, sorted(added))], self.lineage, choices)
 
 
-def _imitating(name: str, sloppy: float) -> ImitatingModel:
-    return ImitatingModel(**asdict(replies.REPLY_MODELS[name]), sloppy=sloppy)
-
-
-_PLAIN = _imitating("plain", 0.05)
-REPLY_MODELS: dict[str, ReplyModel] = {
-    "obliging": _imitating("obliging", 0.0),
+DEFAULT_MODEL = "plain"
+_PLAIN = ImitatingModel(
+    obedience=0.98,
+    unevenness=0.25,
+    ignored=0.05,
+    crowding=0.02,
+    rules_added=None,
+    reads=0.3,
+    vague=0.4,
+    useless=0.15,
+    harmful=0.3,
+    keeps=0.8,
+    loses=0.03,
+    rewords=0.1,
+    resamples=True,
+    sloppy=0.05,
+)
+_HARSH = replace(
+    _PLAIN,
+    obedience=0.95,
+    unevenness=0.4,
+    ignored=0.15,
+    crowding=0.03,
+    reads=0.2,
+    vague=0.5,
+    useless=0.2,
+    harmful=0.45,
+    harm=0.88,
+    keeps=0.7,
+    loses=0.05,
+    rewords=0.2,
+    sloppy=0.1,
+)
+REPLY_MODELS: dict[str, ImitatingModel] = {
+    "obliging": ImitatingModel(),
     "plain": _PLAIN,
-    "harsh": _imitating("harsh", 0.1),
-    "vague": _imitating("vague", 0.05),
+    "harsh": _HARSH,
+    "vague": replace(_PLAIN, vague=0.7, useless=0.5, harmful=0.15),
     "sloppy": replace(_PLAIN, sloppy=0.5, rewords=0.3),
-    "rewriting": _imitating("rewriting", 0.05),
+    "rewriting": replace(_PLAIN, rewrites=1.0),
     "strong": replace(_PLAIN, lineage=GPT_CLASS),
-    "strong-small": replace(_imitating("harsh", 0.1), lineage=QWEN3_8B),
+    "strong-small": replace(_HARSH, lineage=QWEN3_8B),
 }
-"""The package's models (`dspy_flashevolve.sim.replies`), which here are sloppy now and then, and
+"""The named models.
 
+obliging    writes good rules only, obeys all alike, integrates nearly without loss: what a search finds easy
+plain       the default: a third of its reflections do harm, rules are obeyed unevenly, length costs, parts get lost
+harsh       more harm than help, a good part of the rules never obeyed, length costs more, more gets lost
+vague       as plain, but feedback seldom says what was missed, and most reflections do nothing
 sloppy      as plain, but every second reflection and integration comes in a form that was not asked for
+rewriting   as plain, but every reflection puts the whole instruction in other words
 strong      learns as plain, and writes structured texts, or edits, as GPT-class models do (`lineage`)
 strong-small  learns as harsh, and writes as Qwen3-8B does
+
+All but obliging are sloppy now and then.
 """
 
 
-def reply_model_named(name: str) -> ReplyModel:
+def reply_model_named(name: str) -> ImitatingModel:
     """Return the model with a name.
 
     Raises:

@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dspy_flashevolve.sim.replies import ReplyModel, useless_sentence
-from dspy_flashevolve.sim.words import Choices, Rule, harmful_sentences, instructed_words, rules_in, words_present
+from benchmarks.models.fallible import FallibleModel, harmful_sentences
+from dspy_flashevolve.sim.replies import useless_sentence
+from dspy_flashevolve.sim.words import Choices, instructed_words, rules_in, words_present
 
 CITATIONS = "cited_bullets"
 """The output field in which a program in training names the bullets that it used."""
@@ -35,7 +36,7 @@ def citations(instruction: str, body: str) -> str:
     return ", ".join(name for name, text in bullets if words_present(body, instructed_words(text)))
 
 
-def reflect(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> dict[str, str]:
+def reflect(inputs: Mapping[str, str], model: FallibleModel, choices: Choices) -> dict[str, str]:
     """Return a reflection on a sample: the rules that it missed, and a tag for each bullet that it cited."""
     missed = rules_in(inputs["feedback"])
     sentence = model.sentence(choices)
@@ -53,12 +54,11 @@ def reflect(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> d
     }
 
 
-def curate(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> dict[str, str]:
+def curate(inputs: Mapping[str, str], model: FallibleModel, choices: Choices) -> dict[str, str]:
     """Return operations that add the rules of the reflection that the playbook has not."""
     bullets = [(name, rule) for name, text in _BULLET.findall(inputs["playbook"]) for rule in rules_in(text)]
     known = {rule.word for _, rule in bullets}
     missed = [rule for rule in rules_in(inputs["reflection"]) if rule.word not in known]
-    missed = [rule for rule in missed if not _contradicts(rule, bullets, model, choices)]
     section = inputs["sections"].partition(",")[0].strip()
     added = [str(rule) for rule in replace(model, reads=1).read(missed, choices)]
     if not rules_in(inputs["reflection"]):
@@ -68,10 +68,3 @@ def curate(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> di
     if bullets and choices.uniform("forget") < model.forgets:
         operations.append({"type": "REMOVE", "id": bullets[choices.index("forget which", len(bullets))][0]})
     return {"operations": json.dumps(operations)}
-
-
-def _contradicts(rule: Rule, bullets: list[tuple[str, Rule]], model: ReplyModel, choices: Choices) -> bool:
-    """Return whether the curator notices that a bullet holds the rule's rival."""
-    pairs = {(other.number + 1) // 2 for _, other in bullets if other.word != rule.word}
-    rival = model.rivals and (rule.number + 1) // 2 in pairs
-    return rival and choices.uniform(f"conflict {rule.word}") < model.spots_conflicts

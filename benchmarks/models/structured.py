@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.models.fallible import STATEMENT
 from benchmarks.models.lineage import Descent, Lineage, quantile
-from dspy_flashevolve.sim.words import STATEMENT, WORDINGS, Choices, rules_in
+from dspy_flashevolve.sim.words import WORDINGS, Choices, rules_in
 
 _ADJECTIVES = """
     short/brief main/chief plain/unadorned early/initial last/closing common/usual strict/rigid long/lengthy

@@ -9,9 +9,9 @@ from typing import Any
 
 import dspy
 
+from benchmarks.batching import profile_named
 from benchmarks.methods import Workload
 from dspy_flashevolve.sim import LengthLaw, Profile
-from dspy_flashevolve.sim.profiles import profile_named
 
 Metric = Callable[..., dspy.Prediction]
 

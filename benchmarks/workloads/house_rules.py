@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import dspy
 
+from benchmarks.batching import profile_named
 from benchmarks.measure import Bench, Figures
 from benchmarks.methods import Workload
+from benchmarks.models import DEFAULT_MODEL, REPLY_MODELS
 from dspy_flashevolve.sim import HouseRules, SimServer
+
+MODEL = replace(REPLY_MODELS[DEFAULT_MODEL], sloppy=0.0)
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,9 @@ def simulated(
     Args:
         prompts: The questions of the examples; None for the task's own.
     """
-    task = HouseRules(rules=chosen.rules, seed=seed, prompts=prompts)
-    with SimServer(profile=chosen.profile, seed=seed, time_scale=chosen.time_scale) as server:
+    task = HouseRules(rules=chosen.rules, seed=seed, prompts=prompts, reply_model=MODEL)
+    profile, scale = profile_named(chosen.profile), chosen.time_scale
+    with SimServer(profile, seed=seed, time_scale=scale, reply_model=task.reply_model) as server:
         language_model = dspy.LM("openai/simulated", api_base=server.api_base, api_key="none", cache=False)
         workload = Workload(
             program=task.program if chosen.has_aforward else lambda: without_aforward(task.program()),

@@ -20,7 +20,6 @@ from benchmarks.methods import Workload
 from benchmarks.workloads.definition import NamedWorkload, text_of
 from benchmarks.workloads.house_rules import SimMeter
 from dspy_flashevolve.sim import HouseRules, ReplyModel, SimServer
-from dspy_flashevolve.sim.task import feedback_on
 from dspy_flashevolve.sim.words import Choices, Rule, words_present
 
 
@@ -32,13 +31,7 @@ def simulated(workload: NamedWorkload, task: HouseRules) -> NamedWorkload:
     Args:
         workload: Its rows become the questions, its program keeps its shape and gets the seed rules.
         task: Decides the rules and which of them an example asks for.
-
-    Raises:
-        ValueError: If the task's rules contradict each other and the program has several predictors, which would
-            keep the rivals apart.
     """
-    if task.reply_model.rivals and len(workload.outputs) > 1:
-        raise ValueError(f"rules with rivals need a program of one predictor, {workload.name} has several")
     held_out = task.valset(len(workload.valset) + len(workload.testset))
     return replace(
         workload,
@@ -74,7 +67,7 @@ class HouseMetric:
         ]
         concerned = [rule for rule in missed if pred_name not in self.outputs or owners[rule] == pred_name]
         drawn = [[str(rule) for rule in required], [text_of(pred, field) for field in self.outputs.values()]]
-        feedback = feedback_on(concerned, self.reply_model, Choices(0, str(drawn)))
+        feedback = self.reply_model.feedback(concerned, Choices(0, str(drawn)))
         return dspy.Prediction(score=1 - len(missed) / len(required), feedback=feedback)
 
 

@@ -26,7 +26,7 @@ class VirtualJob:
         train: Training examples; `None` for the workload's own number.
         val: Validation examples; likewise.
         limits: Seed, slots, virtual seconds, metric calls.
-        model: The simulated model's name (`sim.REPLY_MODELS`).
+        model: The simulated model's name (`benchmarks.models.REPLY_MODELS`).
     """
 
     benchmark: str

@@ -1,17 +1,22 @@
-"""What the history of a run adds up to: totals, the course of the score, scores by example, and the family tree.
+"""What the history of a run adds up to: totals, the course of the score, the family tree, the origin of each line.
 
-`watch`, `compare`, the report and the timeline take their figures from here, so that they agree.
+`watch`, `compare` and the report take their figures from here, so that they agree.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
+from typing import Any
 
-from dspy_flashevolve.observe.history import Candidate, History, Request, Role
+from dspy_flashevolve.observe.history import Candidate, History, Request, Role, StepRecord
+from dspy_flashevolve.observe.statistics import ChangeRecord
 
 FAILURES = ("RolloutTimedOut", "ExampleGivenUp", "EndpointPaused", "LimitChanged", "RequestTurnedAway", "ActorLost")
 """Kinds of events that say that something went wrong, or that a limit was changed because of it."""
@@ -224,41 +229,6 @@ def example_scores(history: History, most_rows: int, most_columns: int) -> Examp
     )
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointUse:
-    """What became of the requests to an endpoint.
-
-    Args:
-        answered: requests answered; None where the run was killed before it wrote that down.
-        turned_away: times that a request got no answer and was sent again.
-        pauses: times that the endpoint was sent nothing for a while.
-        limit: its last limit on requests in flight; None where that never changed.
-    """
-
-    name: str
-    answered: int | None
-    turned_away: int
-    pauses: int
-    limit: int | None
-
-
-def endpoint_uses(history: History) -> list[EndpointUse]:
-    """Add up requests by endpoint, in the order in which the journal names the endpoints."""
-    answered, turned_away, pauses = Counter[str](), Counter[str](), Counter[str]()
-    limits = dict[str, int]()
-    for event in history.events:
-        if event.kind == "EndpointAsked":
-            answered[event.fields["endpoint"]] += event.fields["answered"]
-        elif event.kind == "RequestTurnedAway":
-            turned_away[event.fields["endpoint"]] += 1
-        elif event.kind == "EndpointPaused":
-            pauses[event.fields["endpoint"]] += 1
-        elif event.kind == "LimitChanged" and event.fields["reason"] != "the median rule":  # that one is of a stage
-            limits[event.fields["name"]] = event.fields["after"]
-    names = dict.fromkeys([*answered, *turned_away, *pauses, *limits])
-    return [EndpointUse(name, answered.get(name), turned_away[name], pauses[name], limits.get(name)) for name in names]
-
-
 def open_intervals(intervals: Iterable[tuple[str, float, float]], end: float, bins: int) -> dict[str, list[float]]:
     """Average how many intervals of each stage are open at a time, in equal bins from 0 to ``end``.
 
@@ -286,3 +256,147 @@ def family_tree(history: History) -> Iterator[tuple[int, Candidate, Candidate | 
         depth, candidate, parent = stack.pop()
         yield depth, candidate, parent
         stack += [(depth + 1, child, candidate) for child in reversed(children[candidate.index])]
+
+
+# Where each line of a prompt comes from
+
+_WORDS = re.compile(r"\w+")
+_COUNTERS = re.compile(r"(?<=\] )helpful=\d+ harmful=\d+ ")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """A line of a candidate's text, with its origin.
+
+    Args:
+        component: name of the component.
+        line: the line.
+        step: the step that brought it; None for the seed's own lines, and where nothing tells.
+        is_seed: whether the seed has it.
+        candidate: index of the first candidate on the way that has it.
+        examples: id as text -> scores of each example that the step worked on: the parent's, then the child's.
+        feedback: what the reflection read of these examples.
+        change: the change that put it in, with its estimated effect; None where there is none.
+        verdict: how a playbook's users judged it; empty for other lines.
+    """
+
+    component: str
+    line: str
+    step: int | None = None
+    is_seed: bool = False
+    candidate: int | None = None
+    examples: Mapping[str, tuple[float, ...]] | None = None
+    feedback: tuple[str, ...] = ()
+    change: ChangeRecord | None = None
+    verdict: str = ""
+
+
+def lines_of(history: History, candidate: Candidate) -> list[PromptLine]:
+    """Return every line of a candidate's texts with its origin; the history must have been read with replies.
+
+    The search by edits keeps every change with its step, and a playbook's bullets have the version that brought them.
+    Any other line is of the step that made the first candidate on the way from the seed that has it.
+    """
+    ancestors, scores = _ancestors(history, candidate), _scores(history)
+    held_by = {name: _held(ancestors, name) for name in candidate.texts}
+    changes = [(change, _words(change.part)) for change in history.changes]
+    bullets = {_words(f"[{bullet['id']}] {bullet['content']}"): bullet for bullet in _bullets(candidate)}
+    step_of_version = {step.reason: number for number, step in history.steps.items() if step.way == "committed"}
+
+    def with_origin(component: str, line: str) -> PromptLine:
+        words = _words(line)
+        first = next((ancestor for ancestor, held in held_by[component] if words in held), candidate)
+        if not words.strip() or first.index == 0:
+            return PromptLine(component, line, is_seed=True)
+        if bullets and words not in bullets:
+            return PromptLine(component, line)  # the frame in which a playbook stands
+        change = next((change for change, part in changes if change.component == component and words in part), None)
+        step, verdict = first.step if change is None else change.step, ""
+        if words in bullets:
+            bullet = bullets[words]
+            step = step_of_version.get(f"version {bullet['created_version']}")
+            verdict = f"cited as helpful {bullet['helpful']} times, as harmful {bullet['harmful']} times"
+        if step is None or step not in history.steps:
+            return PromptLine(component, line, candidate=first.index)
+        record = history.steps[step]
+        examples = {example: tuple(scores.get((step, example), ())) for example in _examples(record.selection)}
+        return PromptLine(
+            component, line, step, False, first.index, examples, tuple(_feedback(record)), change, verdict
+        )
+
+    return [with_origin(name, line) for name, text in candidate.texts.items() for line in text.splitlines()]
+
+
+def _held(ancestors: Sequence[Candidate], component: str) -> list[tuple[Candidate, set[str]]]:
+    """Return for each ancestor the words of each of its lines."""
+    words_of = cache(_words)  # a run may have thousands of ancestors, which share most of their lines
+    return [(ancestor, set(map(words_of, ancestor.texts.get(component, "").splitlines()))) for ancestor in ancestors]
+
+
+def _words(text: str) -> str:
+    """Return the words of a text with spaces around: lines are compared by them.
+
+    Numbering, quotes and bullets may change from one candidate to the next, and so do the counters of a playbook.
+    """
+    return f" {' '.join(_WORDS.findall(_COUNTERS.sub('', text).lower()))} "
+
+
+def _ancestors(history: History, candidate: Candidate) -> list[Candidate]:
+    """Return a candidate's ancestors and itself, by index. A playbook has no parents: those before it are its own."""
+    by_index = {other.index: other for other in history.candidates}
+    if _bullets(candidate):
+        return [other for other in history.candidates if other.index <= candidate.index]
+    ancestors: set[int] = set()
+    stack: list[int | None] = [candidate.index]
+    while stack:
+        index = stack.pop()
+        if index is not None and index in by_index and index not in ancestors:
+            ancestors.add(index)
+            stack += by_index[index].parents
+    return [by_index[index] for index in sorted(ancestors)]
+
+
+def _scores(history: History) -> dict[tuple[int, str], list[float]]:
+    """Return step and example -> scores of the step's rollouts on it, in order."""
+    scores: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for request in history.requests:
+        if request.example is not None and request.score is not None:
+            # ACE tries a sample several times: its examples are pairs of sample and attempt.
+            is_attempt = request.example.startswith("[")
+            example = request.example[1:].partition(",")[0] if is_attempt else request.example
+            scores[request.step, example].append(request.score)
+    return scores
+
+
+def _bullets(candidate: Candidate) -> list[Any]:
+    playbook = candidate.more.get("playbook", {}) if isinstance(candidate.more, dict) else {}
+    return playbook.get("bullets", [])
+
+
+def _examples(selection: Any) -> list[str]:
+    """Return the ids, as text, of the training examples that a step selected: GEPA's minibatches, ACE's sample."""
+    examples: dict[str, None] = {}
+    for task in selection if isinstance(selection, list) else [selection]:
+        if isinstance(task, dict):
+            examples |= dict.fromkeys(task.get("ids", ()))
+            if "example" in task:
+                examples[json.dumps(task["example"])] = None
+    return list(examples)
+
+
+def _feedback(step: StepRecord) -> Iterator[str]:
+    """Yield what a step's reflections read, or what they say went wrong."""
+    for _, text in step.replies:
+        reply = json.loads(text)
+        if isinstance(reply, dict) and isinstance(reply.get("feedback"), list):
+            yield from map(str, reply["feedback"])
+        elif isinstance(reply, list | dict):  # an answer by fields, as a reflection of ACE is
+            yield from (value for name, value in _fields(reply) if name in ("what_went_wrong", "insight") and value)
+
+
+def _fields(value: Any) -> Iterator[tuple[str, str]]:
+    for name, part in value.items() if isinstance(value, dict) else (("", part) for part in value):
+        if isinstance(part, str):
+            yield name, part
+        elif isinstance(part, dict | list):
+            yield from _fields(part)

@@ -1,7 +1,6 @@
 """The history of a run: its journal, read once into frozen records, from which every view of a run is made.
 
-Seconds are those of the engine's clock since the run began; the time between its sessions is left out. Rows of the
-journal have wall time, events have wall time and the engine's: a row is placed between the events around it.
+Seconds count from the start of the run; the time between its sessions is left out.
 """
 
 from __future__ import annotations
@@ -112,24 +111,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class TracedRollout:
-    """Inputs and output of a rollout in a step's minibatch, for people.
-
-    Args:
-        step: the step.
-        example: the example's id as text.
-        score: the rollout's score.
-        inputs, output: field -> value, as the journal has them; empty where it has no trace.
-    """
-
-    step: int
-    example: str
-    score: float
-    inputs: Mapping[str, Any]
-    output: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class StepRecord:
     """A step.
 
@@ -181,7 +162,6 @@ class History:
         visits: visits of steps to stages, by their ends.
         events: all events but those of the kinds in :data:`FREQUENT`, in order.
         changes: changes that reflections made, with their estimated effects.
-        traced: rollouts on training examples whose trace was kept, in order; empty unless replies were read.
     """
 
     directory: str
@@ -198,7 +178,6 @@ class History:
     visits: tuple[StageVisit, ...] = ()
     events: tuple[EventRecord, ...] = ()
     changes: tuple[ChangeRecord, ...] = ()
-    traced: tuple[TracedRollout, ...] = ()
 
     @property
     def state(self) -> str:
@@ -279,7 +258,6 @@ def read(run_dir: str | Path, replies: bool = False) -> History:
             visits=tuple(_visits(events)),
             events=rare,
             changes=_changes(query),
-            traced=tuple(_traced(query)) if replies else (),
         )
 
 
@@ -314,43 +292,6 @@ def _requests(query: Query, clock: _Clock, events: list[EventRecord]) -> tuple[R
     return tuple(sorted(requests, key=lambda request: request.seconds))
 
 
-def _traced(query: Query) -> Iterator[TracedRollout]:
-    table = query(
-        "SELECT step, example, score, json_extract(trace, '$.prediction') AS output, "
-        "json_extract(trace, '$.trace[0][1]') AS inputs FROM rollouts "
-        f"WHERE split = 'train' AND step > {BEFORE_STEPS} AND trace IS NOT NULL AND trace <> 'null' ORDER BY id"
-    )
-    for row in table:
-        inputs, output = (_fields_of(row[name]) for name in ("inputs", "output"))
-        yield TracedRollout(row["step"], row["example"], float(row["score"]), inputs, output)
-
-
-def _fields_of(text: Any) -> dict[str, Any]:
-    """Read the fields of a prediction, or of inputs, as the journal has them; see `encoded` in programs/records.py."""
-    try:
-        fields = _without_marks(json.loads(text)) if isinstance(text, str) else {}
-    except ValueError:  # a text by itself, which json_extract gives without quotes
-        fields = {"": text}
-    return fields if isinstance(fields, dict) else {"": fields}
-
-
-def _without_marks(value: Any) -> Any:
-    """Turn an encoded value into plain JSON. No class is imported or made, so any journal may be read."""
-    if isinstance(value, list):
-        return [_without_marks(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        [(mark, encoded)] = value.items()
-        if mark in ("d", "p") and isinstance(encoded, dict):
-            return {name: _without_marks(part) for name, part in encoded.items()}
-        if mark in ("m", "f") and isinstance(encoded, list) and encoded:
-            return encoded[-1] if mark == "m" else encoded[0]
-        if mark in ("t", "x"):
-            return _without_marks(encoded)
-    return value
-
-
 def _visits(events: list[EventRecord]) -> Iterator[StageVisit]:
     for event in events:
         if event.kind == "StageVisited" and event.step is not None:
@@ -373,41 +314,35 @@ def _in_flight(query: Query) -> dict[str, int]:
 class _Clock:
     """The seconds of a run: those of its sessions, one after the other.
 
+    Events have the engine's seconds. Rows have wall time, which counts from their session's first event.
+
     Args:
         sessions: in order.
         events: session, wall time and the engine's seconds of each event.
     """
 
     def __init__(self, sessions: tuple[Session, ...], events: list[tuple[int, float, float]]) -> None:
-        self._known: dict[int, tuple[list[float], list[float]]] = {}
         by_session: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for session, at, seconds in events:
             by_session[session].append((at, seconds))
-        self._offset: dict[int, float] = {}
+        self._began: dict[int, tuple[float, float, float]] = {}
         self.end = self.newest = 0.0
         for session in sessions:
             pairs = by_session[session.number] or [(session.began_at, 0.0)]
-            # Wall time may be set back while a run goes on; a search by halves needs it to rise.
-            ats = list(accumulate((at for at, _ in pairs), max))
-            seconds = [second for _, second in pairs]
-            self._known[session.number] = ats, seconds
-            self._offset[session.number], self.newest = self.end - seconds[0], self.end
-            self.end += max(seconds) - seconds[0]
+            at, first = pairs[0]
+            self._began[session.number] = self.end, at, first
+            self.newest = self.end
+            self.end += max(seconds for _, seconds in pairs) - first
 
     def of_event(self, session: int, seconds: float) -> float:
         """Convert the engine's seconds in a session to seconds since the run began."""
-        return seconds + self._offset.get(session, 0.0)
+        began, _, first = self._began.get(session, (0.0, 0.0, 0.0))
+        return began + seconds - first
 
     def of_row(self, session: int, at: float) -> float:
         """Convert the wall time of a row to seconds since the run began."""
-        ats, seconds = self._known.get(session, ([at], [0.0]))
-        following = bisect_right(ats, at)
-        if following in (0, len(ats)):  # before the first event, or after the last: there the two clocks go alike
-            edge = min(following, len(ats) - 1)
-            return self.of_event(session, max(seconds[0], seconds[edge] + at - ats[edge]))
-        before, after = ats[following - 1], ats[following]
-        share = (at - before) / (after - before)
-        return self.of_event(session, seconds[following - 1] + share * (seconds[following] - seconds[following - 1]))
+        began, first_at, _ = self._began.get(session, (0.0, at, 0.0))
+        return began + max(0.0, at - first_at)
 
 
 def _sessions(query: Query, run_dir: str | Path) -> tuple[Session, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Generator
+import sys
+import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,12 +16,48 @@ from rich.table import Table
 from rich.text import Text
 
 from dspy_flashevolve.observe.formatting import format_duration, format_number, format_score, time_left
-from dspy_flashevolve.observe.progress import Display, Output, kernel_display, share_since, used_share
+from dspy_flashevolve.observe.progress import Display, share_since, used_share
 from dspy_flashevolve.observe.statistics import RunStats
 
 HEAD = ("stage", "waiting", "in flight", "answered", "tokens", "dollars", "slot seconds")
 NOTEBOOK_COLUMNS = 100
 """Characters of a line in a notebook: they fit between its margins on most screens."""
+REDRAW_SECONDS = 2.0
+"""Least seconds between two drawings in a notebook: each is a message to the page, which many make slow."""
+
+
+def kernel_display() -> Callable[..., Any] | None:
+    """Return IPython's ``display`` in the kernel of a notebook; None anywhere else, IPython in a terminal included."""
+    module: Any = sys.modules.get("IPython")  # not imported here: a notebook's kernel has done so
+    if module is None or getattr(module.get_ipython(), "kernel", None) is None:
+        return None
+    return module.display.display
+
+
+class Output:
+    """A text in a notebook, which replaces the one before.
+
+    Args:
+        display: IPython's ``display``, or a function with its arguments.
+        clock: returns seconds.
+    """
+
+    def __init__(self, display: Callable[..., Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._display, self._clock = display, clock
+        self._handle: Any = None
+        self._drawn_seconds = 0.0
+
+    def draw(self, text: Callable[[], str], is_last: bool = False) -> None:
+        """Draw a text; unless it is the last one, not sooner than :data:`REDRAW_SECONDS` after the one before."""
+        now = self._clock()
+        if self._handle is not None and not is_last and now - self._drawn_seconds < REDRAW_SECONDS:
+            return
+        self._drawn_seconds = now
+        shown = {"text/plain": text()}
+        if self._handle is None:
+            self._handle = self._display(shown, raw=True, display_id=True)
+        else:
+            self._handle.update(shown, raw=True)
 
 
 class LiveTable(BaseCallback, Display):

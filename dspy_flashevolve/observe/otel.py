@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import dspy
@@ -65,21 +66,20 @@ class OpenTelemetry(BaseCallback):
         self._metric_calls = meter.create_counter("flashevolve.metric_calls", "{call}")
         self._calls: dict[str, tuple[Any, Any, str, str, float]] = {}
         self._runs: list[_RunSpans] = []
-        for name, unit, gauge in (
-            ("slots.busy", "{slot}", _RunSpans.busy_slots),
-            ("slots.limit", "{slot}", _RunSpans.slot_limit),
-            ("requests.waiting", "{request}", _RunSpans.waiting_requests),
-            ("best_score", "1", _RunSpans.best_score),
-        ):
-            meter.create_observable_gauge(f"flashevolve.{name}", [self._for_each_run(gauge)], unit)
+        units = {"slots.busy": "{slot}", "slots.limit": "{slot}", "requests.waiting": "{request}", "best_score": "1"}
+        for name, unit in units.items():
+            meter.create_observable_gauge(f"flashevolve.{name}", [partial(self._observe, name)], unit)
 
-    def _for_each_run(self, gauge: Any) -> Any:
-        def observe(_: Any) -> Iterator[Any]:
-            for spans in list(self._runs):
-                for value, attributes in gauge(spans):
-                    yield metrics.Observation(value, {"flashevolve.optimizer": spans.run.name, **attributes})
-
-        return observe
+    def _observe(self, name: str, _: Any) -> Iterator[Any]:
+        for run in [spans.run for spans in self._runs]:
+            slots, of_run = run.scheduler.statistics(), {"flashevolve.optimizer": run.name}
+            if name == "requests.waiting":
+                for stage, state in slots.stages.items():
+                    yield metrics.Observation(state.waiting, {**of_run, "flashevolve.stage": stage})
+                continue
+            values = {"slots.busy": slots.busy, "slots.limit": slots.limit, "best_score": run.recorder.best_score}
+            if values[name] is not None:
+                yield metrics.Observation(values[name], of_run)
 
     @contextmanager
     def observing(self, run: EvolutionRun) -> Generator[None, None, None]:
@@ -138,7 +138,7 @@ class _RunSpans:
     def __init__(self, run: Any, tracer: Any, metric_calls: Any) -> None:
         self.run, self._tracer, self._metric_calls = run, tracer, metric_calls
         # The engine's clock counts from anywhere, and a span needs the time of day.
-        self._epoch = time.time_ns() - self._nanoseconds(run.clock())
+        self._epoch = time.time_ns() - round(run.clock() * 1e9)
         self.span = self._begin(f"evolve {run.name}", None, run.clock(), **{"flashevolve.optimizer": run.name})
         self._steps: dict[int, Any] = {}
         self._lock = threading.Lock()  # LM calls may end in threads
@@ -166,24 +166,6 @@ class _RunSpans:
         counts = {f"gen_ai.usage.{way}_tokens": count for way, count in tokens.items()}
         with self._lock:
             self._used[place].update({**counts, f"model {model}": 1})
-
-    def busy_slots(self) -> list[tuple[int, dict[str, str]]]:
-        """Observe the slots in use."""
-        return [(self.run.scheduler.statistics().busy, {})]
-
-    def slot_limit(self) -> list[tuple[int, dict[str, str]]]:
-        """Observe the slots that there are."""
-        return [(self.run.scheduler.statistics().limit, {})]
-
-    def waiting_requests(self) -> list[tuple[int, dict[str, str]]]:
-        """Observe the requests that wait for a slot, by stage."""
-        stages = self.run.scheduler.statistics().stages
-        return [(stage.waiting, {"flashevolve.stage": name}) for name, stage in stages.items()]
-
-    def best_score(self) -> list[tuple[float, dict[str, str]]]:
-        """Observe the best score, once there is one."""
-        best = self.run.recorder.best_score
-        return [] if best is None else [(best, {})]
 
     def end(self) -> None:
         """End the span of the run."""
@@ -215,11 +197,7 @@ class _RunSpans:
         span.end(self._at(seconds))
 
     def _at(self, seconds: float) -> int:
-        return self._epoch + self._nanoseconds(seconds)
-
-    @staticmethod
-    def _nanoseconds(seconds: float) -> int:
-        return round(seconds * 1e9)
+        return self._epoch + round(seconds * 1e9)
 
 
 _CURRENT: ContextVar[_RunSpans | None] = ContextVar("flashevolve_observed_run", default=None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from html import escape
 from itertools import groupby
 from typing import Any
 
@@ -13,9 +15,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from dspy_flashevolve.observe.analysis import (
-    endpoint_uses,
     example_scores,
     family_tree,
+    lines_of,
     open_intervals,
     score_course,
     totals_of,
@@ -27,15 +29,11 @@ from dspy_flashevolve.observe.formatting import (
     format_score,
     format_standing,
 )
-from dspy_flashevolve.observe.history import Candidate, History, TracedRollout
-from dspy_flashevolve.observe.origins import lines_of, removed_seed_lines
-from dspy_flashevolve.observe.plots import COLOURS, area_plot, score_plot, tree_plot
+from dspy_flashevolve.observe.history import Candidate, History
 
 # A page of a long run has to open in a browser within a second or two. The limits below keep it under some megabytes.
 MOST_CANDIDATES, MOST_EXAMPLES = 40, 100
 """Rows and columns of the table of scores by example: a screen of each, and a quarter of a megabyte at most."""
-MOST_VALUE = 300
-"""Characters of an example's field: enough to recognize the example."""
 BINS = 120
 """Bins of a plot of slots: each is about three pixels wide."""
 MOST_DIFFS = 1_500_000
@@ -52,6 +50,14 @@ FAILURE_TITLES = {
     "LimitChanged": "Changes of a limit on requests in flight",
 }
 """Kind of event -> title under which the page lists it."""
+# In pixels of the drawing; a page scales it. The left margin holds the numbers of an axis and its name, the bottom one
+# a row of numbers and one of text.
+WIDTH, HEIGHT = 420, 240
+LEFT, RIGHT, TOP, BOTTOM = 48, 22, 10, 36
+COLOURS = 8
+"""Colours that the page's style sheet defines. A ninth series has the first one again."""
+MOST_POINTS = 600
+"""Dots of one plot, more than can be told apart; of more the plot shows some, evenly."""
 
 
 def report(history: History) -> str:
@@ -83,11 +89,7 @@ def report(history: History) -> str:
         best=best,
         components={name: list(of_component) for name, of_component in groupby(lines, key=lambda line: line.component)},
         steps=dict(sorted({line.step: line for line in lines if line.step is not None}.items())),
-        removed=[] if best is None else removed_seed_lines(history, best),
-        examples=_Examples(history),
         by_example=example_scores(history, MOST_CANDIDATES, MOST_EXAMPLES),
-        tree_plot=Markup(tree_plot(history)),
-        endpoints=endpoint_uses(history),
         score_plots=list(_score_plots(history, totals.cost_dollars)),
         slots=_slot_plots(history),
         colours=COLOURS,
@@ -96,36 +98,6 @@ def report(history: History) -> str:
         integrations=_integrations(history),
         settings=json.dumps(dict(history.sessions[-1].settings), indent=2) if history.sessions else "",
     )
-
-
-class _Examples:
-    """Examples as the page shows them: by their inputs, with the outputs that a step had for them."""
-
-    def __init__(self, history: History) -> None:
-        self._inputs: dict[str, str] = {}
-        self._of_step: defaultdict[tuple[int, str], list[TracedRollout]] = defaultdict(list)
-        for rollout in history.traced:
-            if rollout.inputs:
-                self._inputs.setdefault(rollout.example, _values(rollout.inputs))
-            self._of_step[rollout.step, rollout.example].append(rollout)
-
-    def name(self, example: str) -> str:
-        """Return an example's inputs, or its id where no trace was kept."""
-        return self._inputs.get(example, f"example {example}")
-
-    def outputs(self, step: int, example: str) -> list[tuple[str, str]]:
-        """Return outputs and scores that a step had for an example: the parent's, then the child's."""
-        return [(_values(rollout.output), f"{rollout.score:.2f}") for rollout in self._of_step[step, example]]
-
-
-def _values(fields: Mapping[str, Any]) -> str:
-    """Write fields as text for people: a single one by itself, several with their names."""
-    shown = {
-        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for name, value in fields.items()
-    }
-    cut = {name: value if len(value) <= MOST_VALUE else f"{value[:MOST_VALUE]} …" for name, value in shown.items()}
-    return next(iter(cut.values())) if len(cut) == 1 else "; ".join(f"{name}: {value}" for name, value in cut.items())
 
 
 def _clipped(text: str) -> str:
@@ -209,3 +181,105 @@ def _integrations(history: History) -> list[tuple[int, str, str]]:
     verdicts = [tuple(verdict) for event in history.of_kind("Integrated") for verdict in event.fields["verdicts"]]
     # A run that was killed and goes on writes some of them again.
     return [(step, verdict, _clipped(reason)) for step, verdict, reason in dict.fromkeys(verdicts)][-MOST_ROWS:]
+
+
+# Plots, as SVG: the page has no scripts
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Choose round numbers between two others for the ticks of an axis.
+
+    >>> ticks(0, 217)
+    [0.0, 50.0, 100.0, 150.0, 200.0]
+    """
+    span = (high - low) or 1.0
+    size = 10.0 ** math.floor(math.log10(span / most))
+    size *= next(factor for factor in (1, 2, 5, 10) if span / (size * factor) <= most)
+    first = math.ceil(low / size - 1e-9)  # a multiple stays one, whatever the division's rounding
+    return [round(number * size, 12) for number in range(first, first + most + 1) if number * size <= high + size / 1e6]
+
+
+class _Axes:
+    """The axes of a plot: from values to pixels, and the grid.
+
+    Args:
+        right: end of the x axis, which begins at 0.
+        low, high: ends of the y axis.
+    """
+
+    def __init__(self, right: float, low: float, high: float) -> None:
+        self._right, self._low, self._high = right or 1.0, low, high if high > low else low + 1.0
+
+    def x(self, value: float) -> float:
+        return round(LEFT + value / self._right * (WIDTH - LEFT - RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        share = (value - self._low) / (self._high - self._low)
+        return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
+
+    def svg(self, body: list[str], x_name: str, label: str, y_name: str) -> str:
+        lines: list[str] = []
+        for value in ticks(self._low, self._high):
+            lines.append(f'<path class="grid" d="M{LEFT} {self.y(value)}H{WIDTH - RIGHT}"/>')
+            lines.append(f'<text x="{LEFT - 6}" y="{self.y(value) + 4}" text-anchor="end">{value:g}</text>')
+        for value in ticks(0, self._right):
+            text = f"{value:,.0f}" if value >= 1000 else f"{value:g}"
+            lines.append(f'<text x="{self.x(value)}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{text}</text>')
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        lines.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_name)}</text>')
+        up = (TOP + HEIGHT - BOTTOM) / 2
+        lines.append(
+            f'<text x="11" y="{up}" text-anchor="middle" transform="rotate(-90 11 {up})">{escape(y_name)}</text>'
+        )
+        head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
+        return "".join([head, *lines, *body, "</svg>"])
+
+
+def score_plot(points: Sequence[tuple[float, float, float, str]], right: float, x_name: str) -> str:
+    """Plot scores as dots, and the best so far as a line.
+
+    Args:
+        points: x, score, best score so far, and tooltip of each dot.
+        right: end of the x axis.
+    """
+    if not points:
+        return ""
+    values = [score for _, score, _, _ in points]
+    margin = 0.05 * ((max(values) - min(values)) or 1.0)
+    axes = _Axes(right, min(values) - margin, max(values) + margin)
+    line = f"M{axes.x(points[0][0])} {axes.y(points[0][2])}"
+    best = points[0][2]
+    for x, _, reached, _ in points[1:]:  # a corner only where the best rises, so that the path stays short
+        if reached > best:
+            line, best = f"{line}H{axes.x(x)}V{axes.y(reached)}", reached
+    line += f"H{axes.x(right)}"
+    shown = points[:: math.ceil(len(points) / MOST_POINTS)]
+    dots = [
+        f'<circle class="dot" cx="{axes.x(x)}" cy="{axes.y(score)}" r="3"><title>{escape(name)}</title></circle>'
+        for x, score, _, name in shown
+    ]
+    label = f"score against {x_name}: from {points[0][1]:.4f} to {best:.4f}"
+    return axes.svg([f'<path class="best" d="{line}"/>', *dots], x_name, label, "score")
+
+
+def area_plot(series: Mapping[str, Sequence[float]], right: float, x_name: str, label: str, y_name: str) -> str:
+    """Plot series stacked on each other, over equal bins of the x axis; series number n has the CSS class ``c`` n."""
+    if not series:
+        return ""
+    bins = len(next(iter(series.values())))
+    below = [0.0] * bins
+    axes = _Axes(right, 0.0, max(map(sum, zip(*series.values(), strict=True))))
+    xs = [axes.x(number * right / bins) for number in range(bins + 1)]
+    body: list[str] = []
+    for colour, (name, values) in enumerate(series.items()):
+        above = [low + value for low, value in zip(below, values, strict=True)]
+        top = "".join(f"V{axes.y(value)}H{xs[number + 1]}" for number, value in enumerate(above))
+        back = "".join(f"V{axes.y(below[number])}H{xs[number]}" for number in reversed(range(bins)))
+        path = f'd="M{xs[0]} {axes.y(below[0])}{top}{back}Z"'
+        body.append(f'<path class="c{colour % COLOURS}" {path}><title>{_tooltip(name, values)}</title></path>')
+        below = above
+    return axes.svg(body, x_name, label, y_name)
+
+
+def _tooltip(name: str, values: Sequence[float]) -> str:
+    return escape(f"{name}: {max(values):.3g} at most, {sum(values) / len(values):.3g} on average")

@@ -1,17 +1,35 @@
-"""The statistics of a run, as users get them: frozen records, and the summary that is their ``repr``."""
+"""The statistics of a run: gathered from its events, as frozen records, and as the summary that is their ``repr``."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from textwrap import shorten
 from typing import Any, TypeVar
 
-from dspy_flashevolve.engine.events import Committed, Integrated, LimitChanged
-from dspy_flashevolve.engine.run import Outcome
+from dspy_flashevolve.engine.events import (
+    Committed,
+    EndpointPaused,
+    Event,
+    ExampleGivenUp,
+    Integrated,
+    LimitChanged,
+    LmCallCounted,
+    PolicyDecided,
+    RequestFinished,
+    RequestTurnedAway,
+    RolloutFinished,
+    SeedValidated,
+    StageVisited,
+    StepClosed,
+    StepOpened,
+)
+from dspy_flashevolve.engine.loop import LoopClock
+from dspy_flashevolve.engine.run import EvolutionRun, Outcome
 from dspy_flashevolve.engine.scheduler import StageVisit
+from dspy_flashevolve.engine.steps import EndKind
 
 T = TypeVar("T")
 PERFECT_MINIBATCH = "all scores of its minibatch are perfect"
@@ -264,6 +282,138 @@ class AceStats(RunStats):
     windows: list[WindowRecord] = field(default_factory=list[WindowRecord])
 
 
+MOST_STAGE_VISITS = 10_000
+"""Visits of steps to stages that are kept: about a megabyte."""
+SHOWN_REASON, MOST_REASONS = 100, 1000
+"""Characters of a provider's reason, and different reasons, that are kept: few enough that messages with a time in them
+do not fill the memory."""
+
+
+class Recorder:
+    """A subscriber of the run's events that counts them while the run goes on.
+
+    Args:
+        clock: the clock of the run.
+    """
+
+    def __init__(self, clock: LoopClock) -> None:
+        self.clock = clock
+        self.steps = self.pauses = self.unanswered_examples = 0
+        self.end_reasons, self.looks = Counter[str](), Counter[str]()
+        self.requests, self.tokens = Counter[str](), Counter[str]()
+        self.dollars = defaultdict[str, float](float)
+        """Stage -> dollars, as far as prices are known."""
+        self.turned_away = Counter[str]()
+        """Reason in the provider's words -> requests that were sent again."""
+        self.seed_score: float | None = None
+        """Validation score of the program that the run began with; None until it is known."""
+        self._first_best_score: float | None = None
+        self.commits: list[Committed] = []
+        self.integrations: list[Integrated] = []
+        self.limit_changes: list[LimitChanged] = []
+        self.stages: list[StageVisit] = []
+
+    def __call__(self, event: Event) -> None:
+        """Count an event."""
+        # The engine's clock counts from anywhere; users count from the start of the run.
+        event = replace(event, seconds=event.seconds - self.clock.began)
+        match event:
+            case RolloutFinished() | RequestFinished() | LmCallCounted():
+                # An LM call outside of any request has tokens and dollars, but is no request that was answered.
+                self.requests[event.stage] += not isinstance(event, LmCallCounted)
+                self.tokens[event.stage] += event.tokens
+                self.dollars[event.stage] += event.cost_dollars
+            case StepOpened():
+                self.steps += 1
+            case StageVisited() if len(self.stages) < MOST_STAGE_VISITS:
+                queued, began = event.queued_seconds - self.clock.began, event.began_seconds - self.clock.began
+                self.stages.append(StageVisit(event.step, event.stage, queued, began, ended=event.seconds))
+            case StepClosed() if event.end.kind is not EndKind.COMMITTED:
+                self.end_reasons[event.end.reason] += 1
+            case SeedValidated():
+                self.seed_score, self._first_best_score = event.score, event.best_score
+            case Committed():
+                self.commits.append(event)
+            case LimitChanged():
+                self.limit_changes.append(event)
+            case ExampleGivenUp():
+                self.unanswered_examples += 1
+            case RequestTurnedAway():
+                # In the provider's words: whether it is a limit, a dead server or a bad request, it says best itself.
+                reason = shorten(event.reason, SHOWN_REASON, placeholder=" ...")
+                if reason in self.turned_away or len(self.turned_away) < MOST_REASONS:
+                    self.turned_away[reason] += 1
+            case EndpointPaused():
+                self.pauses += 1
+            case PolicyDecided():
+                self.looks[event.decision] += 1
+            case Integrated():
+                self.integrations.append(event)
+            case _:
+                pass
+
+    @property
+    def best_score(self) -> float | None:
+        """The best validation score so far; None until there is one."""
+        return self.commits[-1].best_score if self.commits else self._first_best_score
+
+    def stats(self, run: EvolutionRun, unpriced: Collection[str], **figures: Any) -> RunStats:
+        """Return the statistics of the run so far.
+
+        Args:
+            unpriced: stages that ask a model whose price is not known.
+            figures: the fields of :class:`RunStats` that follow neither from events nor from ``run``.
+        """
+        slots = run.scheduler.statistics()
+        return RunStats(
+            outcome=run.outcome,
+            steps=self.steps,
+            ended=dict(run.ended),
+            end_reasons=dict(self.end_reasons),
+            slots=slots.limit,
+            peak_slots=slots.peak,
+            occupancy=slots.busy_seconds / slots.limit_seconds if slots.limit_seconds else 0.0,
+            busy_seconds_by_stage={name: stage.served_seconds for name, stage in slots.stages.items()},
+            gaps={place: dict(sorted(counts.items())) for place, counts in list(run.gaps.items())},
+            shared_rollouts=run.rollouts.joined,
+            retried_requests=run.endpoints.retries.count,
+            unanswered_examples=self.unanswered_examples,
+            timed_out_rollouts=run.rollouts.timed_out,
+            requests_by_stage=dict(self.requests),
+            tokens_by_stage=dict(self.tokens),
+            # Where one stage has no price the sum of the others would be taken for the whole: it is unknown.
+            cost_dollars=None if any(stage in unpriced for stage in self.requests) else sum(self.dollars.values()),
+            dollars_by_stage={stage: None if stage in unpriced else self.dollars[stage] for stage in self.requests},
+            generations=max((commit.generation for commit in self.commits), default=0),
+            commits=list(self.commits),
+            looks=dict(self.looks),
+            limit_changes=list(self.limit_changes),
+            pauses=self.pauses,
+            stages=list(self.stages),
+            turned_away=dict(self.turned_away),
+            **figures,
+        )
+
+    def async_stats(self, of_run: RunStats, **figures: Any) -> AsyncStats:
+        """Add to the statistics of a run those that only AsyncGEPA has.
+
+        Args:
+            of_run: the result of :meth:`stats`.
+            figures: the fields of :class:`AsyncStats` that do not follow from events.
+        """
+        minutes = of_run.seconds / 60
+        reflection = sum(self.tokens[stage] for stage in REFLECTION_STAGES)
+        return AsyncStats(
+            **{field.name: getattr(of_run, field.name) for field in fields(of_run)},
+            **figures,
+            proposals_per_minute=figures["proposals"] / minutes if minutes else 0.0,
+            task_tokens=sum(self.tokens.values()) - reflection,
+            reflection_tokens=reflection,
+            verdicts=dict(Counter(verdict for one in self.integrations for _, verdict, _ in one.verdicts)),
+            integrations=list(self.integrations),
+        )
+
+
 OUTCOMES = {
     "running": "is under way",
     "finished": "finished",
@@ -271,6 +421,7 @@ OUTCOMES = {
     "failed": "gave up, and returns the best program so far",
     "aborted": "was aborted",
 }
+UNKNOWN = "unknown"
 BUSY = 0.8
 """From this occupancy on a summary says that more slots would have been used. A step has waits between its stages, so
 that even runs with far too few slots stay below 1; nothing but one sentence depends on it."""
@@ -299,18 +450,17 @@ def summary_of(stats: RunStats) -> str:
 
 
 def _score_lines(stats: AsyncStats) -> list[str]:
-    before, after = (_score(score) for score in (stats.seed_score, stats.best_score))
+    before, after = (UNKNOWN if score is None else f"{score:.4g}" for score in (stats.seed_score, stats.best_score))
     lines = [f"validation score: {before} (the program given) -> {after} (the program returned)"]
     if stats.unseen_score is not None and stats.best_score != stats.seed_score:
         error = f" +- {stats.unseen_error:.2g}" if stats.unseen_error is not None else ""
-        lines.append(f"on unseen examples: about {_score(stats.unseen_score)}{error}")
+        lines.append(f"on unseen examples: about {stats.unseen_score:.4g}{error}")
     if stats.unconsolidated:
         lines.append(f"its prompt joins edits of several reflections, and was not written anew: {stats.unconsolidated}")
     return lines
 
 
 def _proposals(stats: AsyncStats) -> str:
-    """Count proposals; where there is none, say what most steps ended for."""
     counted = f", {stats.proposals} proposals"
     if stats.proposals or not stats.end_reasons:
         return counted
@@ -328,13 +478,12 @@ def _unreadable_lines(stats: AsyncStats) -> list[str]:
 def _change_lines(stats: AsyncStats) -> list[str]:
     change = stats.prompt_change.splitlines()
     more = [f"... and {len(change) - SHOWN_LINES} lines more"] if len(change) > SHOWN_LINES else []
-    return [shown_line(line) for line in change[:SHOWN_LINES]] + more
-
-
-def shown_line(line: str) -> str:
-    """Cut a line that no terminal shows."""
-    more = len(line) - SHOWN_CHARACTERS
-    return line if more <= 0 else f"{line[:SHOWN_CHARACTERS]}... and {more:,} characters more"
+    return [
+        line
+        if len(line) <= SHOWN_CHARACTERS
+        else f"{line[:SHOWN_CHARACTERS]}... and {len(line) - SHOWN_CHARACTERS:,} characters more"
+        for line in change[:SHOWN_LINES]
+    ] + more
 
 
 def steps_by_end(stats: RunStats) -> dict[str, int]:
@@ -390,16 +539,12 @@ def _dollars_line(by_stage: Mapping[str, float | None]) -> str:
     return f"{known}; unknown for {', '.join(unpriced)} (litellm has no price for the model)"
 
 
-def _score(score: float | None) -> str:
-    return "unknown" if score is None else f"{score:.4g}"
-
-
 def log_summary(logger: logging.Logger, stats: AsyncStats, error: bool = False) -> None:
     """Log the summary of a run: INFO where it came to its end, WARNING where it was cancelled, ERROR where it failed.
 
     Args:
         error: True where an error aborted the run.
     """
-    level = logging.ERROR if stats.outcome == "failed" or error else logging.INFO
-    level = logging.WARNING if stats.outcome == "aborted" and not error else level
+    level = {"aborted": logging.WARNING, "failed": logging.ERROR}.get(stats.outcome, logging.INFO)
+    level = logging.ERROR if error else level
     logger.log(level, "AsyncGEPA %s", summary_of(stats))

@@ -24,8 +24,7 @@ from dspy_flashevolve.engine.run import EvolutionRun, Observer
 from dspy_flashevolve.engine.scheduler import Requester
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.observe.progress import Display, Progress
-from dspy_flashevolve.observe.recorder import Recorder
-from dspy_flashevolve.observe.statistics import RunStats
+from dspy_flashevolve.observe.statistics import Recorder, RunStats
 from dspy_flashevolve.programs.building import StudentAdapter, copy_of
 from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.lm import LanguageModels

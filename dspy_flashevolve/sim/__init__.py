@@ -1,12 +1,11 @@
-"""A simulated LLM server and a task whose optimum is known, to measure optimizers without a GPU or an API key.
+"""A simulated LLM server and a task whose optimum is known, to try optimizers without a GPU or an API key.
 
 SimServer       the server in a process of its own, for a `with` block
 HouseRules      the task: data, program, metric and optimum (needs dspy, imported on first use)
-Profile         what a backend can do; PROFILES holds the two that are calibrated
+Profile         what a backend can do; PROFILES holds two
 LengthLaw       lognormal output lengths
-ReplyModel      how well the simulated model obeys and reflects; REPLY_MODELS holds the named ones
+ReplyModel      how well the simulated model obeys and reflects
 Faults          what goes wrong on purpose, and how often
-Quota           requests and tokens a minute
 ServerStats     what the server counted, with KindStats for each kind of prompt
 """
 
@@ -14,25 +13,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dspy_flashevolve.sim.backend import PROFILES, LengthLaw, Profile
 from dspy_flashevolve.sim.counters import KindStats, ServerStats
 from dspy_flashevolve.sim.faults import Faults
 from dspy_flashevolve.sim.process import SimServer
-from dspy_flashevolve.sim.profiles import PROFILES, LengthLaw, Profile
-from dspy_flashevolve.sim.quota import Quota
-from dspy_flashevolve.sim.replies import REPLY_MODELS, ReplyModel
+from dspy_flashevolve.sim.replies import ReplyModel
 
 if TYPE_CHECKING:
     from dspy_flashevolve.sim.task import HouseRules
 
 __all__ = [
     "PROFILES",
-    "REPLY_MODELS",
     "Faults",
     "HouseRules",
     "KindStats",
     "LengthLaw",
     "Profile",
-    "Quota",
     "ReplyModel",
     "ServerStats",
     "SimServer",

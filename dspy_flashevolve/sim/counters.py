@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from dspy_flashevolve.sim.batching import Load
+from dspy_flashevolve.sim.backend import Load, Profile
 from dspy_flashevolve.sim.faults import FaultKind
-from dspy_flashevolve.sim.profiles import Profile
 from dspy_flashevolve.sim.prompts import PromptKind
 
 KINDS: tuple[PromptKind, ...] = get_args(PromptKind)
-FinishedReason = Literal["stop", "length", "abort"]
-# vLLM's buckets of vllm:e2e_request_latency_seconds (vllm/v1/metrics/loggers.py).
-_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 
 
 @dataclass(frozen=True)
@@ -69,10 +64,6 @@ class ServerStats:
     by_kind: Mapping[str, KindStats]
     faults: Mapping[str, int] = field(default_factory=dict[str, int])
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that `/stats` sends."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> ServerStats:
         """Read the object that `/stats` sent."""
@@ -87,32 +78,19 @@ class Counters:
 
     requests: int = 0
     refused: int = 0
+    cancelled: int = 0
     of_kind: dict[PromptKind, list[int]] = field(default_factory=lambda: {kind: [0, 0, 0] for kind in KINDS})
-    of_reason: dict[FinishedReason, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0})
-    latency_buckets: list[int] = field(default_factory=lambda: [0] * (len(_BUCKETS) + 1))
-    latency_seconds: float = 0.0
-    faults: dict[FaultKind, int] = field(default_factory=dict[FaultKind, int])
+    faults: dict[str, int] = field(default_factory=dict[str, int])
 
-    def finish(
-        self, kind: PromptKind, reason: FinishedReason, prompt_tokens: int, completion_tokens: int, latency: float
-    ) -> None:
-        """Count an answered request; `latency` is in model seconds."""
-        totals = self.of_kind[kind]
-        totals[0] += 1
-        totals[1] += prompt_tokens
-        totals[2] += completion_tokens
-        self.of_reason[reason] += 1
-        self.latency_buckets[bisect_left(_BUCKETS, latency)] += 1
-        self.latency_seconds += latency
+    def finish(self, kind: PromptKind, prompt_tokens: int, completion_tokens: int) -> None:
+        """Count an answered request."""
+        for column, count in enumerate((1, prompt_tokens, completion_tokens)):
+            self.of_kind[kind][column] += count
 
     def inject(self, kind: FaultKind) -> None:
         """Count a fault; a rate limit is a refusal too."""
         self.faults[kind] = self.faults.get(kind, 0) + 1
         self.refused += kind == "rate_limit"
-
-    def abort(self) -> None:
-        """Count a request whose client went away."""
-        self.of_reason["abort"] += 1
 
     def total(self, column: Literal[0, 1, 2]) -> int:
         """The sum over the kinds of requests (0), prompt tokens (1) or completion tokens (2)."""
@@ -122,42 +100,18 @@ class Counters:
         """Return `by_kind` of `/stats`."""
         return {kind: KindStats(*totals) for kind, totals in self.of_kind.items()}
 
-    def faults_by_name(self) -> dict[str, int]:
-        """Return `faults` of `/stats`."""
-        return {str(kind): count for kind, count in self.faults.items()}
-
 
 def prometheus_text(profile: Profile, load: Load, counters: Counters) -> str:
-    """Return the text of `/metrics`, under vLLM's names.
-
-    Args:
-        profile: Gives the model's name and the size of the KV cache.
-        load: State and totals since the start of the server.
-        counters: Totals since the start of the server.
-    """
+    """Return the text of `/metrics`, under vLLM's names; `load` and `counters` are those since the server's start."""
     labels = f'engine="0",model_name="{profile.model}"'
     usage = min(1.0, load.kv_tokens / profile.kv_cache_tokens)
     lines: list[str] = []
     for name, kind, value in (
         ("num_requests_running", "gauge", load.running),
         ("num_requests_waiting", "gauge", load.waiting),
-        ("gpu_cache_usage_perc", "gauge", usage),
         ("kv_cache_usage_perc", "gauge", usage),
         ("prompt_tokens_total", "counter", counters.total(1)),
         ("generation_tokens_total", "counter", int(load.generated_tokens)),
     ):
         lines += [f"# TYPE vllm:{name} {kind}", f"vllm:{name}{{{labels}}} {value}"]
-    lines.append("# TYPE vllm:request_success_total counter")
-    for reason, count in counters.of_reason.items():
-        lines.append(f'vllm:request_success_total{{finished_reason="{reason}",{labels}}} {count}')
-    return "\n".join([*lines, *_latency_lines(labels, counters), ""])
-
-
-def _latency_lines(labels: str, counters: Counters) -> list[str]:
-    name = "vllm:e2e_request_latency_seconds"
-    lines = [f"# TYPE {name} histogram"]
-    below = 0
-    for bound, count in zip((*map(float, _BUCKETS), "+Inf"), counters.latency_buckets, strict=True):
-        below += count
-        lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {below}')
-    return [*lines, f"{name}_count{{{labels}}} {below}", f"{name}_sum{{{labels}}} {counters.latency_seconds}"]
+    return "\n".join([*lines, ""])

@@ -29,9 +29,11 @@ DrawnKind = Literal[
     "content_filter",
 ]
 FaultKind = Literal[DrawnKind, "rate_limit"]
+Variant = Literal["json", "html", "empty", ""]
 DRAWN_KINDS: tuple[DrawnKind, ...] = get_args(DrawnKind)
 BODY_KINDS = ("truncated_body", "malformed_body", "empty_choices", "slow_drip")
 """Faults in the body of an answer: they come after the time that a good reply takes."""
+VARIANTS: tuple[Variant, ...] = ("json", "html", "empty")
 _HTML = b"<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gateway</h1></body></html>"
 
 
@@ -48,7 +50,7 @@ class Fault:
 
     kind: FaultKind
     status: int = 200
-    variant: Literal["", "json", "html", "empty"] = ""
+    variant: Variant = ""
     retry_after_seconds: float = 0.0
 
 
@@ -76,13 +78,6 @@ class Faults:
     Raises:
         ValueError: If a rate is outside [0, 1], the rates add up to more than 1, a time is negative or not finite,
             bursts overlap, or a status is no server error.
-
-    Examples:
-        >>> faults = Faults(server_error=0.5, burst_every_seconds=60, burst_seconds=5)
-        >>> faults.at(request=0, seconds=10.0)
-        Fault(kind='server_error', status=503, variant='', retry_after_seconds=0.0)
-        >>> faults.at(request=0, seconds=62.0)
-        Fault(kind='rate_limit', status=429, variant='', retry_after_seconds=3.0)
     """
 
     server_error: float = 0.0
@@ -106,18 +101,11 @@ class Faults:
                 raise ValueError(f"{kind} must be between 0 and 1, got {rate!r}")
         if (total := math.fsum(self.rates().values())) > 1:
             raise ValueError(f"the rates must add up to at most 1, got {total:g}")
-        for name in ("burst_every_seconds", "burst_seconds", "drip_seconds"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0 and finite, got {getattr(self, name)!r}")
-        if self.burst_seconds and not self.burst_seconds < self.burst_every_seconds:
-            raise ValueError(
-                "burst_seconds must be less than burst_every_seconds, got "
-                f"{self.burst_seconds!r} and {self.burst_every_seconds!r}"
-            )
-        if self.burst_every_seconds and not self.burst_seconds:
-            raise ValueError(f"bursts every {self.burst_every_seconds!r} seconds need burst_seconds above 0")
-        # JSON has lists only, and a configuration comes to the server's process as JSON.
-        object.__setattr__(self, "server_error_statuses", tuple(self.server_error_statuses))
+        if not 0 <= self.drip_seconds < math.inf:
+            raise ValueError(f"drip_seconds must be at least 0 and finite, got {self.drip_seconds!r}")
+        every, seconds = self.burst_every_seconds, self.burst_seconds
+        if not (every == seconds == 0 or 0 < seconds < every < math.inf):
+            raise ValueError(f"burst_seconds must be less than burst_every_seconds, got {seconds!r} and {every!r}")
         if not self.server_error_statuses or not all(500 <= status <= 599 for status in self.server_error_statuses):
             raise ValueError(f"server_error_statuses must be from 500 to 599, got {self.server_error_statuses!r}")
 
@@ -148,26 +136,15 @@ class Faults:
         for kind, rate in self.rates().items():
             below += rate
             if chance < below:
-                return self._fault(kind, choices)
+                status = {"unauthorized": 401, "context_too_long": 400, "content_filter": 400}.get(kind, 200)
+                if kind == "server_error":
+                    status = self.server_error_statuses[choices.index("status", len(self.server_error_statuses))]
+                return Fault(kind, status, VARIANTS[choices.index("variant", 3)] if kind == "malformed_body" else "")
         return None
-
-    def _fault(self, kind: DrawnKind, choices: Choices) -> Fault:
-        if kind == "server_error":
-            statuses = self.server_error_statuses
-            return Fault(kind, statuses[choices.index("status", len(statuses))])
-        if kind == "malformed_body":
-            variants: tuple[Literal["json", "html", "empty"], ...] = ("json", "html", "empty")
-            return Fault(kind, variant=variants[choices.index("variant", len(variants))])
-        return Fault(kind, {"unauthorized": 401, "context_too_long": 400, "content_filter": 400}.get(kind, 200))
 
 
 def error_of(fault: Fault) -> dict[str, Any]:
-    """Return the `error` of OpenAI's body for a fault that has a status of its own.
-
-    Examples:
-        >>> error_of(Fault("context_too_long", 400))["code"]
-        'context_length_exceeded'
-    """
+    """Return the `error` of OpenAI's body for a fault that has a status of its own."""
     kind, code, param, message = {
         "rate_limit": ("rate_limit_error", "rate_limit_exceeded", None, "Rate limit reached: too many requests."),
         "unauthorized": ("authentication_error", "invalid_api_key", None, "Incorrect API key provided."),
@@ -188,12 +165,7 @@ def error_of(fault: Fault) -> dict[str, Any]:
 
 
 def malformed(fault: Fault, body: bytes) -> tuple[bytes, str]:
-    """Return the malformed body of a fault in place of a good one, and its content type.
-
-    Examples:
-        >>> malformed(Fault("malformed_body", variant="json"), b'{"choices": 1}')
-        (b'{"choic', 'application/json')
-    """
+    """Return the malformed body of a fault in place of a good one, and its content type."""
     if fault.variant == "html":
         return _HTML, "text/html"
     return (b"{}" if fault.variant == "empty" else body[: len(body) // 2]), "application/json"

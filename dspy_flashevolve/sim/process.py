@@ -1,29 +1,34 @@
-"""The simulated server in a process of its own, so that it takes no processor time of the client's interpreter."""
+"""The simulated server in a process of its own: for a `with` block (`SimServer`), or as `flashevolve sim-server`.
+
+In a process of its own it takes no processor time of the client's interpreter.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import atexit
 import base64
+import contextlib
 import importlib.util
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
+from dspy_flashevolve.sim.backend import PROFILES, Profile, profile_named
 from dspy_flashevolve.sim.counters import ServerStats
-from dspy_flashevolve.sim.faults import Faults
-from dspy_flashevolve.sim.profiles import Profile, profile_named
-from dspy_flashevolve.sim.quota import Quota
-from dspy_flashevolve.sim.replies import ReplyModel, default_reply_model
+from dspy_flashevolve.sim.faults import DRAWN_KINDS, Faults
+from dspy_flashevolve.sim.replies import ReplyModel
 
 if TYPE_CHECKING:
     from dspy_flashevolve.sim.server import ServerConfig
@@ -47,9 +52,9 @@ class SimServer:
         seed: Part of every random choice of the server.
         port: Port to bind; 0 for any free one.
         time_scale: Model seconds a wall second; 50 makes everything 50 times faster.
-        reply_model: How well the simulated model obeys and reflects; None for "plain" of `REPLY_MODELS`.
+        reply_model: How well the simulated model obeys and reflects; None for `ReplyModel()`.
         faults: What goes wrong on purpose, and how often; None for nothing.
-        quota: Requests and tokens a minute; None for any number.
+        quota: See `server.ServerConfig`; can be pickled.
 
     Raises:
         ValueError: If the profile is unknown or a number is out of range.
@@ -71,13 +76,13 @@ class SimServer:
         time_scale: float = 1.0,
         reply_model: ReplyModel | None = None,
         faults: Faults | None = None,
-        quota: Quota | None = None,
+        quota: Callable[[], Any] | None = None,
     ) -> None:
         self._config: dict[str, Any] = {
             "profile": profile_named(profile) if isinstance(profile, str) else profile,
             "seed": seed,
             "time_scale": time_scale,
-            "reply_model": reply_model or default_reply_model(),
+            "reply_model": reply_model or ReplyModel(),
             "faults": faults,
             "quota": quota,
             "port": port,
@@ -88,31 +93,19 @@ class SimServer:
 
     @property
     def url(self) -> str:
-        """The server's root, such as "http://127.0.0.1:8000".
-
-        Raises:
-            RuntimeError: Outside the `with` block.
-        """
+        """The server's root, such as "http://127.0.0.1:8000"; a RuntimeError outside the `with` block."""
         if not self._inside:
             raise RuntimeError("the simulated server runs only inside its `with` block")
         return f"http://127.0.0.1:{self._port}"
 
     @property
     def api_base(self) -> str:
-        """The address for `dspy.LM("openai/...", api_base=...)`.
-
-        Raises:
-            RuntimeError: Outside the `with` block.
-        """
+        """The address for `dspy.LM("openai/...", api_base=...)`; a RuntimeError outside the `with` block."""
         return f"{self.url}/v1"
 
     @property
     def pid(self) -> int:
-        """The process id of the server.
-
-        Raises:
-            RuntimeError: Outside the `with` block, and while the server is down.
-        """
+        """The process id of the server; a RuntimeError outside the `with` block, and while the server is down."""
         if self._process is None:
             raise RuntimeError("the simulated server runs only inside its `with` block, and not while it is down")
         return self._process.pid
@@ -129,25 +122,15 @@ class SimServer:
 
     @contextmanager
     def down(self) -> Generator[ServerStats, None, None]:
-        """End the server for the length of the block, and start it again on the same port.
+        """End the server for the length of the block, and start it again on the same port, from nothing.
 
-        Requests in flight are cut off and connections are refused meanwhile. The new server begins from nothing: its
-        clock, its counters, and what its faults draw by the number of a request. One restart at a time, within the
-        server's own `with` block; it may be in another thread than that.
+        Requests in flight are cut off and connections are refused meanwhile. One restart at a time.
 
         Yields:
             The statistics of the server at its end.
 
         Raises:
-            RuntimeError: Outside the server's `with` block, and when it cannot start again: another process has taken
-                the port.
-
-        Examples:
-            >>> with SimServer() as server:
-            ...     with server.down() as before:
-            ...         pass
-            ...     (before.requests, server.stats().requests)
-            (0, 0)
+            RuntimeError: Outside the server's `with` block, and when another process has taken the port.
         """
         before = self.stats()
         self._end()
@@ -157,12 +140,7 @@ class SimServer:
             self._begin({**self._config, "port": self._port})
 
     def start(self) -> SimServer:
-        """Start without a `with` block, as in a notebook: the server runs until this process ends.
-
-        Raises:
-            ImportError: If aiohttp is not installed.
-            RuntimeError: If the server cannot start; the message says why.
-        """
+        """Start without a `with` block, as in a notebook: the server runs until this process ends."""
         atexit.register(self.__enter__().__exit__, None, None, None)
         return self
 
@@ -195,10 +173,11 @@ class SimServer:
         self._end()
 
     def _hand_over(self, process: subprocess.Popen[str], config: dict[str, Any]) -> int:
-        stdin, stdout = _pipes(process)
-        stdin.write(base64.b64encode(pickle.dumps(config)).decode() + "\n")
-        stdin.flush()
-        line = stdout.readline()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(base64.b64encode(pickle.dumps(config)).decode() + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
         if not line:
             raise RuntimeError("the simulated server ended before it was ready; its error is on stderr")
         answer = json.loads(line)
@@ -210,21 +189,16 @@ class SimServer:
         process, self._process = self._process, None
         if process is None:
             return
-        stdin, stdout = _pipes(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
             # The child takes the end of its input as its own end.
-            stdin.close()
+            process.stdin.close()
             process.wait(_EXIT_SECONDS)
         except (subprocess.TimeoutExpired, BrokenPipeError):
             process.kill()
             process.wait()
-        stdout.close()
-
-
-def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
-    if process.stdin is None or process.stdout is None:
-        raise RuntimeError("the server's process was started without pipes")
-    return process.stdin, process.stdout
+        process.stdout.close()
 
 
 def require_aiohttp() -> None:
@@ -260,3 +234,88 @@ async def _serve_until_stdin_ends(config: ServerConfig) -> None:
 
     threading.Thread(target=watch, name="stdin", daemon=True).start()
     await serve(config, on_ready=lambda port: print(json.dumps({"port": port}), flush=True), stop=stop)
+
+
+# The command `flashevolve sim-server`
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser of the command line."""
+    server = commands.add_parser(
+        "sim-server",
+        help="a simulated LLM server with OpenAI's chat API",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    server.add_argument("--profile", choices=sorted(PROFILES), default="h100-qwen3-8b", help="the simulated backend")
+    server.add_argument("--host", default="127.0.0.1", help="address to bind; there is no authentication")
+    server.add_argument("--port", type=int, default=8000, help="port to bind; 0 for any free one")
+    server.add_argument("--seed", type=int, default=0, help="part of every random choice")
+    server.add_argument("--time-scale", type=float, default=1.0, help="model seconds a wall second")
+    kinds = ", ".join(DRAWN_KINDS)
+    help_text = f"a fault and its probability a request; may be repeated; kinds: {kinds}"
+    server.add_argument("--fault", type=_rate, action="append", default=[], metavar="KIND=RATE", help=help_text)
+    help_text = "rate limits: every so many model seconds, for so many, each request is answered 429"
+    server.add_argument("--burst", type=_burst, default=(0.0, 0.0), metavar="EVERY:SECONDS", help=help_text)
+    server.add_argument("--drip-seconds", type=float, default=30.0, help="model seconds of a slow drip")
+    server.add_argument("--fault-seed", type=int, default=0, help="of the draws of faults")
+    server.set_defaults(refuse=server.error)
+
+
+def _rate(text: str) -> tuple[str, float]:
+    kind, _, rate = text.partition("=")
+    if kind not in DRAWN_KINDS:
+        raise argparse.ArgumentTypeError(f"unknown fault {kind!r}: choose one of {', '.join(DRAWN_KINDS)}")
+    with contextlib.suppress(ValueError):
+        return kind, float(rate)
+    raise argparse.ArgumentTypeError(f"must be a fault and its rate, such as hang=0.02, got {text!r}")
+
+
+def _burst(text: str) -> tuple[float, float]:
+    with contextlib.suppress(ValueError):
+        every, _, seconds = text.partition(":")
+        return float(every), float(seconds)
+    raise argparse.ArgumentTypeError(f"must be two numbers of seconds, such as 60:5, got {text!r}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C or SIGTERM."""
+    require_aiohttp()
+    from dspy_flashevolve.sim.server import ServerConfig
+
+    every, seconds = arguments.burst
+    rates: dict[str, Any] = dict(arguments.fault)
+    try:
+        config = ServerConfig(
+            profile=PROFILES[arguments.profile],
+            seed=arguments.seed,
+            time_scale=arguments.time_scale,
+            faults=Faults(
+                **rates,
+                burst_every_seconds=every,
+                burst_seconds=seconds,
+                drip_seconds=arguments.drip_seconds,
+                seed=arguments.fault_seed,
+            ),
+            host=arguments.host,
+            port=arguments.port,
+        )
+    except ValueError as error:
+        return arguments.refuse(str(error))  # exits as argparse does for one argument: with usage, and status 2
+    # Where the loop takes no signal handlers (Windows), Ctrl-C arrives as this exception.
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve_until_signal(config))
+    return 0
+
+
+async def _serve_until_signal(config: ServerConfig) -> None:
+    from dspy_flashevolve.sim.server import serve
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, stop.set)
+
+    def announce(port: int) -> None:
+        print(f"{config.profile.name} at http://{config.host}:{port}/v1 (Ctrl-C ends it)", flush=True)
+
+    await serve(config, on_ready=announce, stop=stop)

@@ -4,32 +4,38 @@
     GET  /v1/models  /health  /metrics  /stats
     POST /stats/reset
 
-A request is read (`prompts`), answered at once in memory (`replies`), and sent when the batching model (`batching`,
-`driver`) says that its last token is written. When the client goes away, the sequence gives its place back. With
-`faults` in its configuration, the server fails some requests on purpose (`faults`, `injection`).
+A request is read (`prompts`), answered at once in memory (`replies`), and sent when the backend (`backend`) says that
+its last token is written. When the client goes away, the request gives its place back. With `faults` in its
+configuration, the server fails some requests on purpose.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from aiohttp import web
 
-from dspy_flashevolve.sim import answers
-from dspy_flashevolve.sim.answers import damage, refuse, retry_headers
-from dspy_flashevolve.sim.batching import BatchDriver, Generation, Load
+from dspy_flashevolve.sim.backend import H100_QWEN3_8B, Generation, Load, Profile
 from dspy_flashevolve.sim.counters import Counters, ServerStats, prometheus_text
-from dspy_flashevolve.sim.faults import BODY_KINDS, Fault, Faults
-from dspy_flashevolve.sim.profiles import H100_QWEN3_8B, Profile
+from dspy_flashevolve.sim.faults import BODY_KINDS, Fault, Faults, error_of, malformed, without_choices
 from dspy_flashevolve.sim.prompts import BadRequest, ChatRequest, parse_chat_request
-from dspy_flashevolve.sim.quota import Quota, QuotaCounter
-from dspy_flashevolve.sim.replies import Repeats, Reply, ReplyModel, default_reply_model, reply_to
+from dspy_flashevolve.sim.replies import Repeats, Reply, ReplyModel, reply_to
 
 _MAX_BODY_BYTES = 64 * 2**20
 """Largest request that is read: more than any prompt; aiohttp's own limit, 1 MiB, is less than a long one."""
+_STREAMED_PIECE_CHARACTERS = 200
+"""Characters of a streamed chunk. Real servers send a token at a time; larger pieces cost the client less."""
+_DRIPS_PER_SECOND = 50.0
+"""Most pieces a second of a slow drip: a piece is one byte, or more where one byte each would take longer than asked.
+Timers of an event loop on a busy machine are no finer than some 20 milliseconds."""
+_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,8 @@ class ServerConfig:
         time_scale: Model seconds a wall second; 50 makes everything 50 times faster.
         reply_model: How well the simulated model obeys and reflects.
         faults: What goes wrong on purpose, and how often; None for nothing.
-        quota: Requests and tokens a minute; None for any number. A server with a quota has no `/metrics`.
+        quota: Makes a counter of requests and tokens a minute, such as `benchmarks.quota.QuotaCounter`; None for any
+            number. A server with a quota has no `/metrics`.
         host: Address to bind; the loopback by default, since the server has no authentication.
         port: Port to bind; 0 for any free one.
 
@@ -53,9 +60,9 @@ class ServerConfig:
     profile: Profile = H100_QWEN3_8B
     seed: int = 0
     time_scale: float = 1.0
-    reply_model: ReplyModel = field(default_factory=default_reply_model)
+    reply_model: ReplyModel = field(default_factory=ReplyModel)
     faults: Faults | None = None
-    quota: Quota | None = None
+    quota: Callable[[], Any] | None = None
     host: str = "127.0.0.1"
     port: int = 0
 
@@ -67,29 +74,14 @@ class ServerConfig:
 
 
 async def serve(config: ServerConfig, on_ready: Callable[[int], None], stop: asyncio.Event) -> None:
-    """Serve until `stop` is set.
+    """Serve until `stop` is set; requests in flight are cut off then.
 
     Args:
-        config: What to serve and where.
         on_ready: Called once with the port, when requests are accepted.
-        stop: Ends the server; requests in flight are cut off.
 
     Raises:
         OSError: If the address cannot be bound.
     """
-    runner = web.AppRunner(make_app(config), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, config.host, config.port, backlog=4096)
-        await site.start()
-        on_ready(runner.addresses[0][1])
-        await stop.wait()
-    finally:
-        await runner.cleanup()
-
-
-def make_app(config: ServerConfig) -> web.Application:
-    """Return the server as an aiohttp application, to be run with `handler_cancellation=True`; needs a running loop."""
     handlers = _Handlers(config)
     app = web.Application(client_max_size=_MAX_BODY_BYTES)
     app.add_routes(
@@ -103,12 +95,20 @@ def make_app(config: ServerConfig) -> web.Application:
     )
     if config.quota is None:  # providers with quotas do not show the load of their servers
         app.add_routes([web.get("/metrics", handlers.metrics)])
-    return app
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, config.host, config.port, backlog=4096)
+        await site.start()
+        on_ready(runner.addresses[0][1])
+        await stop.wait()
+    finally:
+        await runner.cleanup()
 
 
 @dataclass(frozen=True)
 class _Window:
-    """The moment and the load at which the current window of `/stats` began."""
+    """The moment and the load at which the current window of `/stats` began, and its counters."""
 
     started: float
     load: Load
@@ -119,49 +119,46 @@ class _Handlers:
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._profile = config.profile
-        self._driver = BatchDriver(config.profile, config.time_scale)
-        self._quota = None if config.quota is None else QuotaCounter(config.quota)
+        self._batch = config.profile.batch(config.time_scale)
+        self._quota = None if config.quota is None else config.quota()
         self._since_start = Counters()
         self._received = 0
         self._repeats = Repeats()
-        self._window = _Window(self._driver.now(), self._driver.load())
+        self._window = _Window(self._batch.now(), self._batch.load())
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         try:
             chat = parse_chat_request(await request.read())
         except BadRequest as error:
-            body = answers.error("invalid_request_error", str(error), param=error.param)
-            return web.json_response(body, status=400)
+            return web.json_response(_error("invalid_request_error", str(error), param=error.param), status=400)
         fault = self._fault()
         if fault is not None and fault.kind not in BODY_KINDS:
-            return await refuse(fault, self._config.time_scale)
+            return await self._faulty(fault)
         limit = self._profile.concurrency_limit
-        if limit is not None and self._driver.in_flight >= limit:
-            return self._refusal(limit)
-        repeat = self._repeats.count(chat)
-        reply = reply_to(chat, self._profile, self._config.reply_model, self._config.seed, repeat)
-        wait = (
-            None
-            if self._quota is None
-            else self._quota.admit(self._wall(), chat.prompt_tokens + reply.completion_tokens)
-        )
-        if wait is not None:
-            return self._over_quota(wait)
+        if limit is not None and self._batch.in_flight >= limit:
+            seconds = self._profile.retry_after_seconds / self._config.time_scale
+            return self._refusal(f"{limit} requests in flight. Please try again in {seconds:.3f}s.", seconds)
+        reply = reply_to(chat, self._profile, self._config.reply_model, self._config.seed, self._repeats.count(chat))
+        if self._quota is not None:
+            now = self._batch.now() / self._config.time_scale
+            wait = self._quota.admit(now, chat.prompt_tokens + reply.completion_tokens)
+            if wait is not None:
+                return self._refusal("too many requests or tokens in this minute.", wait)
         for counters in self._counters:
             counters.requests += 1
-        generation = self._driver.submit(chat.prompt_tokens, reply.completion_tokens)
+        generation = self._batch.submit(chat.prompt_tokens, reply.completion_tokens)
         try:
             if chat.stream and fault is None:
                 return await self._stream(request, chat, reply, generation)
-            self._count(chat, reply, generation, await generation.finished)
+            await generation.finished
+            self._count(chat, reply)
             if fault is not None:
                 return await self._damaged(request, fault, chat, reply)
-            headers = None if self._quota is None else self._quota.headers(self._wall())
-            return web.json_response(answers.completion(chat, reply, self._profile), headers=headers)
+            return web.json_response(_completion(chat, reply, self._profile), headers=self._quota_headers())
         finally:
-            if self._driver.release(generation):
+            if self._batch.release(generation):
                 for counters in self._counters:
-                    counters.abort()
+                    counters.cancelled += 1
 
     @property
     def _counters(self) -> tuple[Counters, Counters]:
@@ -171,16 +168,42 @@ class _Handlers:
         """Draw the fault of the request that has just come."""
         number, faults = self._received, self._config.faults
         self._received += 1
-        fault = None if faults is None else faults.at(number, self._driver.now())
+        fault = None if faults is None else faults.at(number, self._batch.now())
         if fault is not None:
             for counters in self._counters:
                 counters.inject(fault.kind)
         return fault
 
+    async def _faulty(self, fault: Fault) -> web.Response:
+        """Answer a fault that needs no reply; a hang ends only when the client goes away."""
+        if fault.kind == "hang":
+            await asyncio.Event().wait()
+        is_limit = fault.kind == "rate_limit"
+        headers = _retry_headers(fault.retry_after_seconds / self._config.time_scale) if is_limit else None
+        return web.json_response({"error": error_of(fault)}, status=fault.status, headers=headers)
+
     async def _damaged(self, request: web.Request, fault: Fault, chat: ChatRequest, reply: Reply) -> web.StreamResponse:
-        faults = self._config.faults
-        drip_seconds = 0.0 if faults is None else faults.drip_seconds / self._config.time_scale
-        return await damage(request, fault, chat, reply, self._profile, drip_seconds)
+        """Send the reply with the fault in its body, plain or as a stream, whichever was asked for."""
+        body, content_type = _body(chat, reply, self._profile, has_choices=fault.kind != "empty_choices")
+        if fault.kind == "malformed_body":
+            body, content_type = malformed(fault, body)
+        response = web.StreamResponse(headers={"Content-Type": content_type})
+        response.content_length = len(body)
+        await response.prepare(request)
+        if fault.kind == "truncated_body":
+            await response.write(body[: len(body) // 2])
+            if request.transport is not None:
+                request.transport.close()
+            return response
+        if fault.kind == "slow_drip" and self._config.faults is not None:
+            wall_seconds = self._config.faults.drip_seconds / self._config.time_scale
+            for piece in drips(body, wall_seconds):
+                await response.write(piece)
+                await asyncio.sleep(wall_seconds * len(piece) / len(body))
+        else:
+            await response.write(body)
+        await response.write_eof()
+        return response
 
     async def _stream(
         self, request: web.Request, chat: ChatRequest, reply: Reply, generation: Generation
@@ -188,37 +211,29 @@ class _Handlers:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         await generation.first_token
-        await response.write(answers.event(answers.opening(chat, self._profile)))
-        self._count(chat, reply, generation, await generation.finished)
-        for chunk in answers.chunks(chat, reply, self._profile):
-            await response.write(answers.event(chunk))
-        await response.write(answers.DONE)
+        first, *chunks = _chunks(chat, reply, self._profile)
+        await response.write(_event(first))
+        await generation.finished
+        self._count(chat, reply)
+        for chunk in chunks:
+            await response.write(_event(chunk))
+        await response.write(_DONE)
         await response.write_eof()
         return response
 
-    def _count(self, chat: ChatRequest, reply: Reply, generation: Generation, finished: float) -> None:
-        latency = finished - generation.started
+    def _count(self, chat: ChatRequest, reply: Reply) -> None:
         for counters in self._counters:
-            counters.finish(chat.kind, reply.finish_reason, chat.prompt_tokens, reply.completion_tokens, latency)
+            counters.finish(chat.kind, chat.prompt_tokens, reply.completion_tokens)
 
-    def _refusal(self, limit: int) -> web.Response:
+    def _refusal(self, reason: str, wall_seconds: float) -> web.Response:
         for counters in self._counters:
             counters.refused += 1
-        seconds = self._profile.retry_after_seconds / self._config.time_scale
-        message = f"Rate limit reached: {limit} requests in flight. Please try again in {seconds:.3f}s."
-        body = answers.error("rate_limit_error", message, code="rate_limit_exceeded")
-        return web.json_response(body, status=429, headers=retry_headers(seconds))
-
-    def _over_quota(self, seconds: float) -> web.Response:
-        assert self._quota is not None
-        for counters in self._counters:
-            counters.refused += 1
-        body = answers.error("rate_limit_error", "Rate limit reached for this minute.", code="rate_limit_exceeded")
-        headers = {**retry_headers(seconds), **self._quota.headers(self._wall())}
+        body = _error("rate_limit_error", f"Rate limit reached: {reason}", code="rate_limit_exceeded")
+        headers = {**_retry_headers(wall_seconds), **self._quota_headers()}
         return web.json_response(body, status=429, headers=headers)
 
-    def _wall(self) -> float:
-        return self._driver.now() / self._config.time_scale
+    def _quota_headers(self) -> dict[str, str]:
+        return {} if self._quota is None else self._quota.headers(self._batch.now() / self._config.time_scale)
 
     async def models(self, _: web.Request) -> web.Response:
         card = {"id": self._profile.model, "object": "model", "created": 0, "owned_by": "dspy-flashevolve"}
@@ -228,20 +243,17 @@ class _Handlers:
         return web.Response()
 
     async def metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=prometheus_text(self._profile, self._driver.load(), self._since_start))
+        return web.Response(text=prometheus_text(self._profile, self._batch.load(), self._since_start))
 
     async def reset_stats(self, _: web.Request) -> web.Response:
-        self._window = _Window(self._driver.now(), self._driver.load())
+        self._window = _Window(self._batch.now(), self._batch.load())
         return web.json_response({})
 
     async def stats(self, _: web.Request) -> web.Response:
-        return web.json_response(self._server_stats().to_json())
-
-    def _server_stats(self) -> ServerStats:
-        load, window, counters = self._driver.load(), self._window, self._window.counters
-        elapsed = self._driver.now() - window.started
+        load, window, counters = self._batch.load(), self._window, self._window.counters
+        elapsed = self._batch.now() - window.started
         running_seconds = load.running_seconds - window.load.running_seconds
-        return ServerStats(
+        stats = ServerStats(
             profile=self._profile.name,
             seed=self._config.seed,
             time_scale=self._config.time_scale,
@@ -249,7 +261,7 @@ class _Handlers:
             model_seconds=elapsed,
             requests=counters.requests,
             finished=counters.total(0),
-            cancelled=counters.of_reason["abort"],
+            cancelled=counters.cancelled,
             refused=counters.refused,
             running=load.running,
             waiting=load.waiting,
@@ -258,5 +270,80 @@ class _Handlers:
             generated_tokens=load.generated_tokens - window.load.generated_tokens,
             mean_running=running_seconds / elapsed if elapsed > 0 else 0.0,
             by_kind=counters.kind_stats(),
-            faults=counters.faults_by_name(),
+            faults=dict(counters.faults),
         )
+        return web.json_response(asdict(stats))
+
+
+# The bodies of OpenAI's API
+
+
+def _completion(chat: ChatRequest, reply: Reply, profile: Profile) -> dict[str, Any]:
+    """Return the body of an answer that is not streamed."""
+    message = {"role": "assistant", "content": reply.text}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
+    return {**_head(chat, profile, "chat.completion"), "choices": [choice], "usage": _usage(chat, reply)}
+
+
+def _chunks(chat: ChatRequest, reply: Reply, profile: Profile) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of a stream; the first is sent with the first token, the others with the last one."""
+
+    def chunk(delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+        return {**_head(chat, profile, "chat.completion.chunk"), "choices": [choice]}
+
+    yield chunk({"role": "assistant", "content": ""})
+    for start in range(0, len(reply.text), _STREAMED_PIECE_CHARACTERS):
+        yield chunk({"content": reply.text[start : start + _STREAMED_PIECE_CHARACTERS]})
+    yield chunk({}, reply.finish_reason)
+    if chat.include_usage:
+        yield {**chunk({}), "choices": [], "usage": _usage(chat, reply)}
+
+
+def _head(chat: ChatRequest, profile: Profile, kind: str) -> dict[str, Any]:
+    digest = hashlib.blake2b(chat.content.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+    model = chat.model or profile.model
+    return {"id": f"chatcmpl-{digest}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _usage(chat: ChatRequest, reply: Reply) -> dict[str, int]:
+    return {
+        "prompt_tokens": chat.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+        "total_tokens": chat.prompt_tokens + reply.completion_tokens,
+    }
+
+
+def _event(payload: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(payload)}\n\n".encode()
+
+
+def _error(error_type: str, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+
+
+def _retry_headers(wall_seconds: float) -> dict[str, str]:
+    """Return the headers by which OpenAI's API says when to retry: in whole seconds and in milliseconds."""
+    return {"Retry-After": str(math.ceil(wall_seconds)), "retry-after-ms": str(math.ceil(wall_seconds * 1000))}
+
+
+def _body(chat: ChatRequest, reply: Reply, profile: Profile, *, has_choices: bool) -> tuple[bytes, str]:
+    """Return the whole body of an answer and its content type."""
+    if not chat.stream:
+        payload = _completion(chat, reply, profile)
+        return json.dumps(payload if has_choices else without_choices(payload)).encode(), "application/json"
+    payloads = _chunks(chat, reply, profile)
+    events = [_event(payload if has_choices else without_choices(payload)) for payload in payloads]
+    return b"".join([*events, _DONE]), "text/event-stream"
+
+
+def drips(body: bytes, wall_seconds: float) -> Iterator[bytes]:
+    """Yield the pieces of a slow drip: single bytes, unless these would have to come faster than timers fire.
+
+    Examples:
+        >>> list(drips(b"abcd", wall_seconds=60)), list(drips(b"abcd", wall_seconds=0.04))
+        ([b'a', b'b', b'c', b'd'], [b'ab', b'cd'])
+    """
+    size = max(1, math.ceil(len(body) / max(1.0, wall_seconds * _DRIPS_PER_SECOND)))
+    for start in range(0, len(body), size):
+        yield body[start : start + size]

@@ -11,12 +11,11 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Literal
 
 import dspy
 
-from dspy_flashevolve.sim.replies import ReplyModel, default_reply_model
+from dspy_flashevolve.sim.replies import ReplyModel
 from dspy_flashevolve.sim.words import WORDS, Choices, Rule, words_present
 
 _TEMPLATES = (
@@ -54,8 +53,6 @@ class HouseRules:
         prompts: Questions to use instead of the built-in 192 (such as IFBench's prompts); used in turn when there
             are fewer than examples.
         seed_rules: How many rules the seed program's instruction already holds.
-        favoured: Where the reply model has rivals: probability that an example which asks for one rule of a pair asks
-            for the first of it.
         reply_model: What the server's replies follow; `optimum` and `true_score` are derived from it.
 
     Raises:
@@ -75,8 +72,7 @@ class HouseRules:
     seed: int = 0
     prompts: Sequence[str] | None = None
     seed_rules: int = 2
-    favoured: float = 0.75
-    reply_model: ReplyModel = field(default_factory=default_reply_model)
+    reply_model: ReplyModel = field(default_factory=ReplyModel)
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -86,13 +82,6 @@ class HouseRules:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} must be between {low} and {high}, got {getattr(self, name)!r}")
-        if not 0.5 <= self.favoured <= 1:
-            raise ValueError(f"favoured must be between 0.5 and 1, got {self.favoured!r}")
-        if self.reply_model.rivals and (self.rules % 2 or self.rules_per_example > self.rules // 2):
-            raise ValueError(
-                "rivals come in pairs: rules must be even and rules_per_example at most half of it, got "
-                f"{self.rules!r} and {self.rules_per_example!r}"
-            )
         if self.prompts is not None and not self.prompts:
             raise ValueError("prompts must hold at least one question, got an empty sequence")
 
@@ -110,19 +99,11 @@ class HouseRules:
         return [self._example("val", index) for index in range(n)]
 
     def program(self, predictors: Literal[1, 2, 3] = 1) -> dspy.Module:
-        """Return a new program with the seed instruction: `predictors` calls in a chain, the last one writes `answer`.
-
-        Raises:
-            ValueError: If `predictors` is not 1, 2 or 3.
-        """
+        """Return a new program with the seed instruction: a chain of `predictors`, the last one writes `answer`."""
         return self._program(predictors, self.all_rules()[: self.seed_rules])
 
     def optimal_program(self, predictors: Literal[1, 2, 3] = 1) -> dspy.Module:
-        """Return the program whose instructions hold the rules that are worth their length; all, if length is free.
-
-        Raises:
-            ValueError: If `predictors` is not 1, 2 or 3.
-        """
+        """Return the program whose instructions hold the rules that are worth their length; all, if length is free."""
         return self._program(predictors, self._best_rules(predictors))
 
     def optimal_instruction(self) -> str:
@@ -130,27 +111,18 @@ class HouseRules:
         return _instruction("answer", self._best_rules(1))
 
     def _best_rules(self, predictors: int) -> list[Rule]:
-        """Return the rules of each predictor that make the score highest; of two contradictory ones, the better."""
-        rules = self.all_rules()
-        if self.reply_model.rivals:
-            rules = [max(pair, key=self._worth) for pair in zip(rules[::2], rules[1::2], strict=True)]
+        """Return the rules of each predictor that make the score highest."""
         best: list[Rule] = []
         for first in range(predictors):
-            own = [rule for rule in rules if (rule.number - 1) % predictors == first]
-            own.sort(key=self._worth, reverse=True)
-            worth = accumulate(map(self._worth, own), initial=0.0)
-            scores = [sum_ * self.reply_model.obedience_with(length) for length, sum_ in enumerate(worth)]
-            best += own[: scores.index(max(scores))]
+            own = self.all_rules()[first::predictors]
+            own.sort(key=lambda rule: self._expected([rule]), reverse=True)
+            prefixes = [own[:length] for length in range(len(own) + 1)]
+            best += max(prefixes, key=self._expected)
         return sorted(best)
 
-    def _share_of_score(self, rule: Rule) -> float:
-        """Return the share of the score that depends on a rule, on average over all possible examples."""
-        if not self.reply_model.rivals:
-            return 1 / self.rules
-        return (self.favoured if rule.number % 2 else 1 - self.favoured) / (self.rules // 2)
-
-    def _worth(self, rule: Rule) -> float:
-        return self._share_of_score(rule) * self.reply_model.obedience_to(rule.word)
+    def _expected(self, rules: Sequence[Rule]) -> float:
+        """Return how many of the rules a reply to an instruction that holds them obeys on average."""
+        return math.fsum(self.reply_model.obeyed("\n".join(map(str, rules))).values())
 
     @property
     def optimum(self) -> float:
@@ -165,22 +137,10 @@ class HouseRules:
 
         Args:
             instructions: One for each predictor, in the order of `OUTPUTS`.
-
-        Examples:
-            >>> task = HouseRules(rules=24, seed_rules=2, reply_model=ReplyModel(obedience=0.9))
-            >>> instruction = task.program().answer.signature.instructions
-            >>> round(task.true_score([instruction]), 4) == round(0.9 * 2 / 24, 4)
-            True
         """
         obeyed = [self.reply_model.obeyed(text) for text in instructions]
-        rules = self.all_rules()
-
-        def obedience(rule: Rule) -> float:
-            own = obeyed[(rule.number - 1) % len(obeyed)]
-            rival = rules[(rule.number - 1) ^ 1].word if self.reply_model.rivals else None
-            return own.get(rule.word, 0.0) * (0.5 if rival in own else 1.0)
-
-        return math.fsum(self._share_of_score(rule) * self.rules * obedience(rule) for rule in rules) / self.rules
+        own = ((obeyed[(rule.number - 1) % len(obeyed)], rule.word) for rule in self.all_rules())
+        return math.fsum(words.get(word, 0.0) for words, word in own) / self.rules
 
     def metric(
         self,
@@ -190,25 +150,23 @@ class HouseRules:
         pred_name: str | None = None,
         pred_trace: Any = None,
     ) -> dspy.Prediction:
-        """Return score and feedback, in the form that dspy.GEPA asks for.
+        """Return score and feedback, in the form that dspy.GEPA asks for; the traces are not used.
 
         Args:
             gold: An example of `trainset` or `valset`.
             pred: The program's outputs.
-            trace: Not used.
             pred_name: The predictor that the feedback is for; None for all of them.
-            pred_trace: Not used.
 
         Returns:
             `score`, the share of the required words that are there (over all predictors, whatever `pred_name`), and
-            `feedback`, which names the missed rules of the predictor, or some of them (`ReplyModel.vague`).
+            `feedback`, which names the missed rules of the predictor (`ReplyModel.feedback`).
         """
         required: list[Rule] = list(gold["required"])
         outputs = [name for name in OUTPUTS if name in pred]
         missed = [rule for rule in required if not _kept(rule, outputs, pred)]
         concerned = [rule for rule in missed if pred_name not in outputs or _owner(rule, outputs) == pred_name]
         drawn = f"{gold.question}\0{[str(pred[name]) for name in outputs]}"
-        text = feedback_on(concerned, self.reply_model, Choices(self.seed, drawn))
+        text = self.reply_model.feedback(concerned, Choices(self.seed, drawn))
         return dspy.Prediction(score=1 - len(missed) / len(required), feedback=text)
 
     def _questions(self) -> list[str]:
@@ -222,12 +180,7 @@ class HouseRules:
         questions = self._questions()
         question = questions[(2 * index + (split == "val")) % len(questions)]
         rng = random.Random(f"{split} {self.seed} {index}")
-        if self.reply_model.rivals:
-            pairs = rng.sample(range(self.rules // 2), self.rules_per_example)
-            rules = self.all_rules()
-            chosen = [rules[2 * pair + (rng.random() >= self.favoured)] for pair in pairs]
-        else:
-            chosen = rng.sample(self.all_rules(), self.rules_per_example)
+        chosen = rng.sample(self.all_rules(), self.rules_per_example)
         return dspy.Example(question=question, required=sorted(chosen)).with_inputs("question")
 
     def _program(self, predictors: int, rules: Sequence[Rule]) -> dspy.Module:
@@ -235,21 +188,6 @@ class HouseRules:
             raise ValueError(f"predictors must be 1, 2 or 3, got {predictors!r}")
         outputs = OUTPUTS[:predictors]
         return _Chain({name: [rule for rule in rules if _owner(rule, outputs) == name] for name in outputs})
-
-
-def feedback_on(missed: Sequence[Rule], model: ReplyModel, choices: Choices) -> str:
-    """Return the metric's feedback on the rules that an answer missed.
-
-    Args:
-        missed: The rules that were missed.
-        model: How often the feedback leaves a rule out.
-        choices: The random choices of this answer.
-    """
-    if not missed:
-        return "All rules were kept."
-    named = [rule for rule in missed if choices.uniform(f"name {rule.word}") >= model.vague]
-    rest = [] if len(named) == len(missed) else ["Something else that was expected is not there."]
-    return " ".join(["Missed:", *map(str, named), *rest])
 
 
 def _owner(rule: Rule, outputs: Sequence[str]) -> str:
@@ -281,15 +219,13 @@ class _Chain(dspy.Module):
     def forward(self, question: str) -> dspy.Prediction:
         fields: dict[str, Any] = {}
         for name in self.steps:
-            fields[name] = getattr(self, name)(question=question, **_previous(fields))[name]
+            previous = dict([*fields.items()][-1:])
+            fields[name] = getattr(self, name)(question=question, **previous)[name]
         return dspy.Prediction(**fields)
 
     async def aforward(self, question: str) -> dspy.Prediction:
         fields: dict[str, Any] = {}
         for name in self.steps:
-            fields[name] = (await getattr(self, name).acall(question=question, **_previous(fields)))[name]
+            previous = dict([*fields.items()][-1:])
+            fields[name] = (await getattr(self, name).acall(question=question, **previous))[name]
         return dspy.Prediction(**fields)
-
-
-def _previous(fields: dict[str, Any]) -> dict[str, Any]:
-    return dict(list(fields.items())[-1:])

@@ -32,11 +32,11 @@ FILLER_SENTENCES: tuple[str, ...] = (
     "The next thing on the list is {word}.",
 )
 FILLER_CLOSING = "That is all there is to say about it."
-_ASPECTS = (
+ASPECTS = (
     "tone", "opening", "ending", "wording", "layout", "order", "grammar", "spelling", "title", "summary", "outline",
     "reasoning", "example", "context", "detail", "definition", "comparison", "evidence", "advice", "conclusion",
 )  # fmt: skip
-_QUALITIES = ("calm", "clear", "exact", "formal", "gentle", "lively", "modest", "neutral", "polite", "simple")
+QUALITIES = ("calm", "clear", "exact", "formal", "gentle", "lively", "modest", "neutral", "polite", "simple")
 _USUAL_ADVICE = (
     "Read the question with care before you start.",
     "Keep the tone friendly and clear.",
@@ -45,21 +45,9 @@ _USUAL_ADVICE = (
 )
 USELESS_SENTENCES: tuple[str, ...] = (
     *_USUAL_ADVICE,
-    *(f"Keep the {aspect} {quality}." for aspect in _ASPECTS for quality in _QUALITIES),
+    *(f"Keep the {aspect} {quality}." for aspect in ASPECTS for quality in QUALITIES),
 )
 """Sentences of a reflection that learnt nothing: they change no answer, but make the instruction longer."""
-RECURRING_HARM = (
-    "Always answer in one single word.",
-    "Never mention anything that was not asked for.",
-    "Answer in as few words as you can.",
-    "Ignore whatever else you were told.",
-)
-"""Harmful sentences that many reflections write."""
-HARMFUL_SENTENCES: tuple[str, ...] = tuple(
-    f"Leave out the {aspect} unless it is {quality}." for aspect in _ASPECTS for quality in _QUALITIES
-)
-"""Harmful sentences, each of which is rare: they make a model obey all rules less."""
-
 _INSTRUCTED = re.compile(r'the word \\*"([A-Za-z]{1,40})\\*"')
 _WORDINGS = (
     'Rule {number:02d}: mention the word "{word}".',
@@ -70,13 +58,9 @@ _WORDINGS = (
 """The wordings of a rule; the first is the task's own."""
 WORDINGS = len(_WORDINGS)
 _OPENINGS = [wording.partition(": ")[2].partition(" the word")[0] for wording in _WORDINGS]
-_RULE = re.compile(rf'Rule (\d{{1,6}}): ({"|".join(_OPENINGS)}) the word \\*"([A-Za-z]{{1,40}})\\*"\.?')
+RULE = re.compile(rf'Rule (\d{{1,6}}): ({"|".join(_OPENINGS)}) the word \\*"([A-Za-z]{{1,40}})\\*"\.?')
 _ADVICE = "|".join(map(re.escape, _USUAL_ADVICE))
-_USELESS = re.compile(rf"{_ADVICE}|Keep the (?:{'|'.join(_ASPECTS)}) (?:{'|'.join(_QUALITIES)})\.")
-_RARE_HARM = rf"Leave out the (?:{'|'.join(_ASPECTS)}) unless it is (?:{'|'.join(_QUALITIES)})\."
-_HARMFUL = re.compile(rf"{'|'.join(map(re.escape, RECURRING_HARM))}|{_RARE_HARM}")
-STATEMENT = re.compile(f"{_RULE.pattern}|{_USELESS.pattern}|{_HARMFUL.pattern}")
-"""A rule, or a sentence that a reflection writes instead of one."""
+USELESS = re.compile(rf"{_ADVICE}|Keep the (?:{'|'.join(ASPECTS)}) (?:{'|'.join(QUALITIES)})\.")
 _TOKEN = re.compile(r"[a-z]+")
 
 
@@ -118,14 +102,14 @@ def rules_in(text: str) -> list[Rule]:
         [Rule(number=7, word='amber'), Rule(number=8, word='plum')]
     """
     rules: dict[str, Rule] = {}
-    for number, opening, word in _RULE.findall(text):
+    for number, opening, word in RULE.findall(text):
         rules.setdefault(word.lower(), Rule(int(number), word.lower(), _OPENINGS.index(opening)))
     return list(rules.values())
 
 
 def without_rules(text: str) -> str:
     """Return a text without its rules and without the blank lines that they leave."""
-    lines = (_RULE.sub("", line).rstrip() for line in text.splitlines())
+    lines = (RULE.sub("", line).rstrip() for line in text.splitlines())
     return "\n".join(line for line in lines if line.strip())
 
 
@@ -141,12 +125,7 @@ def instructed_words(text: str) -> list[str]:
 
 def useless_sentences(text: str) -> list[str]:
     """Return the sentences of the text that have no effect, each once."""
-    return list(dict.fromkeys(_USELESS.findall(text)))
-
-
-def harmful_sentences(text: str) -> list[str]:
-    """Return the sentences of the text that lower the obedience to all rules, each once."""
-    return list(dict.fromkeys(_HARMFUL.findall(text)))
+    return list(dict.fromkeys(USELESS.findall(text)))
 
 
 def words_present(text: str, wanted: Iterable[str]) -> list[str]:

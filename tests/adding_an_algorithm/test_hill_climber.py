@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.events import Event, RequestFinished, RolloutFinished
 from dspy_flashevolve.observe.statistics import RunStats
-from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, SimServer
+from dspy_flashevolve.sim import HouseRules, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.adding_an_algorithm.hill_climber import Climb, HillClimber
 from tests.fakes import Chain, digits, examples, fake_lm, reply_for
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "adding-an-algorithm.md"
-TASK = HouseRules(reply_model=REPLY_MODELS["obliging"])
+TASK = HouseRules()
 TRAIN = TASK.trainset(16)
 
 

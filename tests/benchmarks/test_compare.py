@@ -39,8 +39,8 @@ def test_a_name_says_what_asyncgepa_is_given() -> None:
 
 def test_a_task_is_a_kind_with_changes() -> None:
     assert task_kind("many") is not None
-    changed = task_kind("rivals:rules=30,crowding=0.5")
-    assert (changed.rules, changed.rules_per_example, changed.rivals, changed.crowding) == (30, 6, True, 0.5)
+    changed = task_kind("few:rules=30,crowding=0.5")
+    assert (changed.rules, changed.rules_per_example, changed.crowding) == (30, 6, 0.5)
     assert changed.task(3).reply_model.crowding == 0.5
     for wrong in ("none", "few:rules", "few:colour=3", "few:rules=many"):
         with pytest.raises(ValueError, match="unknown task"):

@@ -580,7 +580,7 @@ JUNK = (
     "{", "[]", "{}", '""', "null", "x", -1, 10**18, 9e999, b"\xff\xfe", "[[1]]", '{"a": 1}', "[null]", "3", 0, '"z"',
 )  # fmt: skip
 COMMANDS = (
-    ["check"], ["report", "-o", "OUT"], ["watch", "--once"], ["lineage", "--prompts"], ["timeline", "-o", "OUT"],
+    ["check"], ["report", "-o", "OUT"], ["watch", "--once"], ["lineage", "--prompts"],
     ["export", "OUT"], ["compare"],
 )  # fmt: skip
 

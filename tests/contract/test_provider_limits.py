@@ -10,13 +10,14 @@ from typing import Any
 import dspy
 import pytest
 
+from benchmarks.quota import Quota
 from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.programs.servers import BalancedLM
-from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, Quota, SimServer
+from dspy_flashevolve.sim import HouseRules, SimServer
 from tests.broken_server import BrokenServer
 from tests.contract.surface import check_ends, check_winner
 
-TASK = HouseRules(rules=12, rules_per_example=4, seed=0, reply_model=REPLY_MODELS["obliging"])
+TASK = HouseRules(rules=12, rules_per_example=4, seed=0)
 QUOTA = {"requests": 3000, "tokens": 10**8, "holds_seconds": 2.0}
 """50 requests a second: more than a run makes within seconds, fewer than it could make."""
 

@@ -18,8 +18,8 @@ import pytest
 from dspy.lm15 import RateLimitError, Request, Response
 from dspy.utils.exceptions import LMRateLimitError
 
+from benchmarks.quota import Counting, Quota, QuotaCounter
 from dspy_flashevolve.programs.servers import BalancedLM
-from dspy_flashevolve.sim.quota import Counting, Quota, QuotaCounter
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import TRAIN, VAL, check_ends, check_winner, optimizer
 from tests.contract.test_unanswered import answer, now

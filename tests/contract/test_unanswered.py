@@ -25,8 +25,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import Reflective, RunAbortedError, Workflow
-from dspy_flashevolve.sim.virtual import run
-from dspy_flashevolve.sim.virtual_loop import LOOP_OF
+from dspy_flashevolve.sim.virtual import LOOP_OF, run
 from tests.broken_server import BrokenServer
 from tests.contract.surface import (
     ENDLESS,

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.batching import PROFILES
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus
 from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
-from dspy_flashevolve.sim.batching import BatchDriver
-from dspy_flashevolve.sim.profiles import PROFILES
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker
 
@@ -125,7 +124,7 @@ class Loop:
     def __init__(self, profile: str, slots: int, rules: Bounds | None, gauges: bool) -> None:
         self.profile, self.gauges, self.outcome = PROFILES[profile], gauges, Outcome()
         self.clock = asyncio.get_running_loop().time
-        self.driver = BatchDriver(self.profile, time_scale=1.0)
+        self.driver = self.profile.batch(time_scale=1.0)
         bus = EventBus([self.outcome.events.append])
         self.scheduler = Scheduler(slots, ["work"], {"work": "e"}, self.clock)
         endpoints = Endpoints({"work": ["e"]}, rules, self.scheduler, bus, self.clock, RetryPolicy(), random.Random(0))

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.quota import Counting, Quota, QuotaCounter
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.rates import RateLimit, ReportedLimit
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
-from dspy_flashevolve.sim.quota import Counting, Quota, QuotaCounter
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker
 from tests.engine.test_rollouts import now

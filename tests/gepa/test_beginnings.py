@@ -9,10 +9,10 @@ import dspy
 import pytest
 
 from dspy_flashevolve import AsyncGEPA, DataError, Workflow
-from dspy_flashevolve.sim import REPLY_MODELS, HouseRules
+from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
-TASK = HouseRules(reply_model=REPLY_MODELS["obliging"])
+TASK = HouseRules()
 TRAIN, VAL = TASK.trainset(12), TASK.valset(12)
 SEED = len(TASK.program().predictors()[0].signature.instructions)
 BOTH = pytest.mark.parametrize("schedule", ["async", "lockstep"])

@@ -1,4 +1,4 @@
-"""The commands that read a run: watch, compare, export, diff, lineage, timeline."""
+"""The commands that read a run: watch, compare, export, diff, lineage."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import pickle
 import threading
 import time
-from collections import defaultdict
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from dspy_flashevolve import Harness, Playbook
 from dspy_flashevolve.cli import NO_RUN, WRONG_ARGUMENT, main
 from dspy_flashevolve.engine.events import ActorLost, RequestTurnedAway, SeedValidated
 from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.observe.analysis import totals_of
 from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.report import report
 from dspy_flashevolve.observe.terminal import watch
@@ -313,61 +311,6 @@ def test_an_export_that_needs_the_saved_student_says_so(tmp_path: Path, capsys: 
     assert "--program student.json" in told
 
 
-# timeline
-
-
-def test_a_timeline_has_every_request_and_answers_how_long_each_stage_waited(
-    counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "trace.json"
-    output_of(capsys, "timeline", counted[0], "-o", out)
-    history = read(counted[0])
-    events = json.loads(out.read_text())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    slices = [event for event in events if event["ph"] == "X"]
-    waited: defaultdict[str, float] = defaultdict(float)
-    tracks: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for piece in slices:
-        tracks[piece["pid"], piece["tid"]].append((piece["ts"], piece["ts"] + piece["dur"]))
-        if piece["name"] == "waiting":
-            waited[names[piece["pid"]]] += piece["dur"] / 1e6
-    assert sum(piece["name"] in ("rollout", "request", "failed") for piece in slices) == len(history.requests)
-    for group in totals_of(history).by_stage:
-        assert waited[group.name] == pytest.approx(group.waited_seconds, abs=1e-6 * group.visits + 1e-9)
-    for track in tracks.values():
-        in_order = sorted(track)
-        assert all(before[1] <= after[0] for before, after in pairwise(in_order))
-    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
-    assert named == set(tracks)
-
-
-def test_a_timeline_begins_at_zero_and_has_no_wait_that_took_no_time(
-    changed: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output_of(capsys, "timeline", changed[0], "-o", tmp_path / "trace.json")
-    slices = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
-    assert min(request.seconds - request.latency_seconds for request in read(changed[0]).requests) < 0
-    assert min(piece["ts"] for piece in slices) == 0, "Perfetto drops what is below"
-    assert all(piece["dur"] for piece in slices if piece["name"] == "waiting")
-
-
-def test_arrows_of_a_timeline_go_along_each_step(
-    counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output_of(capsys, "timeline", counted[0], "-o", tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    begins = {(event["pid"], event["tid"], event["ts"], event["name"]) for event in events if event["ph"] == "X"}
-    ends = {event["id"]: event for event in events if event["ph"] == "f"}
-    starts = [event for event in events if event["ph"] == "s"]
-    assert starts
-    assert len(starts) == len(ends)
-    for start in starts:
-        arrow_end = ends[start["id"]]
-        assert arrow_end["ts"] >= start["ts"]
-        for end in (start, arrow_end):
-            assert (end["pid"], end["tid"], end["ts"], start["name"]) in begins
-
-
 # dspy.GEPA's own run directories, and what is none
 
 
@@ -416,11 +359,9 @@ def test_what_a_checkpoint_does_not_tell_is_unknown_and_not_0(
     output_of(capsys, "report", tmp_path, "-o", page)
     assert "0.0000" not in page.read_text()
     assert "None." not in page.read_text()
-    assert "has no timeline" in error_of(capsys, "timeline", tmp_path, "-o", tmp_path / "trace.json")
-    assert not (tmp_path / "trace.json").exists()
 
 
-@pytest.mark.parametrize("command", ["watch", "report", "compare", "lineage", "timeline", "check"])
+@pytest.mark.parametrize("command", ["watch", "report", "compare", "lineage", "check"])
 def test_a_directory_without_a_run_is_refused_with_its_path(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

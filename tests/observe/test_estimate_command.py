@@ -59,8 +59,8 @@ def test_without_a_valset_the_trainset_is_validated_on(script: Path, capsys: pyt
         (["gone.module"], "gone.module: there is no such file or module"),
         ([".."], "there is no such file"),
         (["SCRIPT", "--program", "student"], "Give the name of a Module in it by --program: there are program."),
-        (["SCRIPT", "--optimizer", "nothing"], "'nothing' in SCRIPT is a int, expected a AsyncGEPA."),
-        (["SCRIPT", "--valset", "held_out"], "has no 'held_out'. Give the name of a list in it by --valset"),
+        (["SCRIPT", "--optimizer", "nothing"], "'nothing' is a int in SCRIPT. Give the name of a AsyncGEPA in it by"),
+        (["SCRIPT", "--valset", "held_out"], "'held_out' is not there in SCRIPT. Give the name of a list in it"),
     ],
 )  # fmt: skip
 def test_a_name_that_is_not_there_is_refused_with_those_that_are(

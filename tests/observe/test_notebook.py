@@ -1,8 +1,7 @@
-"""The bar and the table in a notebook: one output that is drawn again now and then, and at the end."""
+"""The table in a notebook: one output that is drawn again now and then, and at the end."""
 
 from __future__ import annotations
 
-import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +9,9 @@ import dspy
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from tqdm.std import tqdm
 
-from dspy_flashevolve.observe import live, progress
-from dspy_flashevolve.observe.live import LiveTable
-from dspy_flashevolve.observe.progress import REDRAW_SECONDS, Output
+from dspy_flashevolve.observe import live
+from dspy_flashevolve.observe.live import REDRAW_SECONDS, LiveTable, Output
 from tests.contract.surface import compiled
 from tests.fakes import task_lm
 
@@ -69,54 +66,6 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeDisplay, Clock]:
     return display, clock
 
 
-def test_the_bar_of_a_notebook_without_widgets_is_one_output_that_ends_with_the_last_state(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    display, clock = FakeDisplay(), Clock(0.05)
-    bar = progress.notebook_bar()(
-        output=Output(display, clock), total=400, desc="AsyncGEPA", unit="rollouts", mininterval=0, disable=False
-    )
-    for _ in range(300):
-        bar.update()
-    bar.set_postfix_str("best 0.925", refresh=False)
-    bar.end()
-    assert display.outputs == 1
-    assert clock.read > 300, "it was to be drawn each time"
-    assert len(display.shown) <= clock.now / REDRAW_SECONDS + 2
-    assert display.shown[-1].startswith("AsyncGEPA: 100%")
-    assert "300/300" in display.shown[-1]
-    assert "best 0.925" in display.shown[-1]
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("columns", [110, 119, 130])
-def test_what_stands_beside_the_bar_leaves_it_room_and_keeps_the_best_score(columns: int) -> None:
-    parts = {
-        "phase": "about 2 min 24 s left",
-        "best": "best 0.925 (seed 0.250), 12 accepted",
-        "slots": "16/16 in flight",
-        "tokens": "1634k tokens",
-        "dollars": "$ unknown",
-    }
-    bar: Any = tqdm(
-        total=500, desc="AsyncGEPA", unit="rollouts", ncols=columns, file=io.StringIO(), disable=False, initial=1
-    )
-    bar.set_postfix_str(", ".join(parts.values()))
-    crowded = str(bar).split("|")[1]
-    bar.set_postfix_str(progress.beside_bar(parts, bar.format_dict))
-    drawn = str(bar)
-    assert len(drawn) <= columns
-    assert "best 0.925 (seed 0.250), 12 accepted" in drawn
-    assert len(drawn.split("|")[1]) >= 10 > len(crowded)
-    bar.close()
-
-
-def test_without_columns_all_stands_beside_the_bar() -> None:
-    assert (
-        progress.beside_bar({"phase": "", "best": "best", "tokens": "9k tokens"}, {"ncols": None}) == "best, 9k tokens"
-    )
-
-
 def test_the_table_of_a_notebook_is_one_output_that_ends_with_the_last_state(
     notebook: tuple[FakeDisplay, Clock],
 ) -> None:
@@ -147,20 +96,16 @@ from dspy_flashevolve.observe.live import LiveTable
 from tests.contract.surface import compiled
 from tests.fakes import task_lm
 
-with dspy.context(lm=task_lm(), callbacks=[LiveTable()] if {table} else []):
+with dspy.context(lm=task_lm(), callbacks=[LiveTable()]):
     program = compiled(60)
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("table", "ends"), [(True, "AsyncGEPA: finished"), (False, "100%")])
-def test_a_notebook_that_is_saved_has_one_output_with_the_last_state(
-    table: bool, ends: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TQDM_DISABLE", "")
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL.format(table=table))])
+def test_a_notebook_that_is_saved_has_one_output_with_the_last_state() -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
     NotebookClient(notebook, kernel_name="python3").execute()
     outputs = notebook.cells[0].outputs
     shown = [output["data"]["text/plain"] for output in outputs if output.output_type == "display_data"]
-    assert [ends in text for text in shown] == [True]
+    assert ["AsyncGEPA: finished" in text for text in shown] == [True]
     assert not [output for output in outputs if output.output_type == "stream" and "rollouts/s" in output.text]

@@ -133,7 +133,7 @@ def test_the_bar_has_the_seed_the_best_and_its_end_and_lines_of_the_log_stand_al
         check=True,
     )
     bars = [part for part in re.split(r"[\r\n]", ran.stderr) if "rollouts/s" in part or "s/rollouts" in part]
-    assert re.search(r"best 0\.\d+ \(seed 0\.250\), \d+ accepted, \d+/8 in flight", bars[-1])
+    assert re.search(r"best 0\.\d+ \(seed 0\.250\), \d+ accepted", bars[-1])
     assert "100%" in bars[-1]
     assert "validating the seed" in ran.stderr
     logged = [line for line in re.split(r"[\r\n]", ran.stderr) if "SAID THIS" in line]
@@ -210,6 +210,5 @@ def test_the_bar_has_the_time_that_is_left_and_names_no_dollars_where_a_price_is
     last = [line for line in timed if "rollouts" in line][-1]
     assert "left" not in last
     assert "finishing" not in last
-    assert "$0.00, " not in ran.stderr
     assert "$" not in [line for line in priced if "rollouts" in line][-1]
     assert not [line for line in timed if "$" in line], "nothing asked an LM"

@@ -36,8 +36,7 @@ from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.placement import answers_asynchronously
 from dspy_flashevolve.programs.servers import account_of, endpoint_of, watch, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer
-from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from dspy_flashevolve.sim.virtual_loop import LOOP_OF
+from dspy_flashevolve.sim.virtual import LOOP_OF, SimulatedModel, run
 from tests.broken_server import BrokenServer
 from tests.engine.stepped import Asker
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for

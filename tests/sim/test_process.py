@@ -17,7 +17,7 @@ import dspy
 import pytest
 from gepa.utils import TimeoutStopCondition
 
-from dspy_flashevolve.sim import REPLY_MODELS, Faults, HouseRules, SimServer
+from dspy_flashevolve.sim import Faults, HouseRules, SimServer
 
 PARENT = """
 import os, time
@@ -28,12 +28,9 @@ time.sleep(600)
 """
 
 
-OBLIGING = REPLY_MODELS["obliging"]
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[SimServer]:
-    with SimServer(profile="h100-qwen3-8b", seed=0, time_scale=200, reply_model=OBLIGING) as server:
+    with SimServer(profile="h100-qwen3-8b", seed=0, time_scale=200) as server:
         yield server
 
 
@@ -51,19 +48,12 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("adapter", [dspy.ChatAdapter(), dspy.JSONAdapter()])
 def test_the_seed_scores_low_and_all_the_rules_score_the_optimum(server: SimServer, adapter: dspy.ChatAdapter) -> None:
-    task = HouseRules(reply_model=OBLIGING)
+    task = HouseRules()
     evaluate = dspy.Evaluate(devset=task.valset(40), metric=task.metric, num_threads=16)
     with dspy.context(lm=lm(server), adapter=adapter):
         assert evaluate(task.program()).score / 100 == pytest.approx(0.9 * 2 / 24, abs=0.04)
         assert evaluate(task.optimal_program()).score / 100 == pytest.approx(task.optimum, abs=0.04)
         assert evaluate(task.optimal_program(3)).score / 100 == pytest.approx(task.optimum, abs=0.06)
-
-
-@pytest.mark.parametrize("name", sorted(REPLY_MODELS))
-def test_a_server_of_each_named_model_answers(name: str) -> None:
-    with SimServer(time_scale=100, reply_model=REPLY_MODELS[name]) as server:
-        lm = dspy.LM("openai/simulated", api_base=server.api_base, api_key="none", cache=False, num_retries=0)
-        assert lm("Improve this instruction.")[0]
 
 
 def test_a_rate_limit_reaches_dspy_as_an_error_with_retry_after() -> None:
@@ -84,7 +74,7 @@ def test_a_rate_limit_reaches_dspy_as_an_error_with_retry_after() -> None:
 
 
 def test_the_async_calls_of_dspy_work_too(server: SimServer) -> None:
-    task = HouseRules(reply_model=OBLIGING)
+    task = HouseRules()
     with dspy.context(lm=lm(server)):
         result = asyncio.run(task.optimal_program().acall(question="Why?"))
     assert task.metric(task.trainset(1)[0], result).score > 0.5
@@ -92,8 +82,8 @@ def test_the_async_calls_of_dspy_work_too(server: SimServer) -> None:
 
 @pytest.mark.long
 def test_dspy_gepa_improves_the_seed() -> None:
-    task = HouseRules(reply_model=OBLIGING)
-    with SimServer(seed=0, time_scale=50, reply_model=OBLIGING) as server:
+    task = HouseRules()
+    with SimServer(seed=0, time_scale=50) as server:
         with dspy.context(lm=lm(server)):
             optimizer = dspy.GEPA(
                 metric=task.metric,

@@ -11,7 +11,7 @@ from dspy.teleprompt.gepa.instruction_proposal import ProposeInstruction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
+from dspy_flashevolve.sim.backend import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import BadRequest, ChatRequest, OutputField, parse_chat_request
 from dspy_flashevolve.sim.replies import ReplyModel, reply_to
 
@@ -89,16 +89,6 @@ def test_the_proposers_prompt_is_a_reflection_that_reads_the_feedback(adapter: d
         'Rule 07: mention the word "amber".',
         'Rule 08: mention the word "plum".',
     ]
-
-
-def test_a_schema_names_the_outputs_where_the_user_message_does_not() -> None:
-    properties = {"answer": {"type": "string"}, "n": {"type": "integer"}, "pick": {"enum": ["a", "b"]}}
-    response_format = {"type": "json_schema", "json_schema": {"schema": {"properties": properties}}}
-    request = parsed([{"role": "user", "content": "Hello"}], response_format=response_format)
-    assert request.json_reply
-    values = json.loads(reply(request))
-    assert (values["n"], values["pick"]) == (0, "a")
-    assert values["answer"]
 
 
 def test_the_text_parts_of_a_message_count_and_its_images_do_not() -> None:

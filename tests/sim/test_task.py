@@ -7,10 +7,9 @@ from typing import Any
 import dspy
 import pytest
 
-from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, ReplyModel
+from dspy_flashevolve.sim import HouseRules, ReplyModel
 from dspy_flashevolve.sim.words import Rule, rules_in
 
-OBLIGING = REPLY_MODELS["obliging"]
 RULES = [Rule(1, "amber"), Rule(2, "plum"), Rule(3, "zebra")]
 GOLD = dspy.Example(question="Why?", required=RULES).with_inputs("question")
 
@@ -55,14 +54,14 @@ def test_own_prompts_are_used_in_turn() -> None:
 
 
 def test_the_score_is_the_share_of_required_words_and_the_feedback_names_the_missed_rules() -> None:
-    result = HouseRules(reply_model=OBLIGING).metric(GOLD, dspy.Prediction(answer="An AMBER light, and plums."))
+    result = HouseRules().metric(GOLD, dspy.Prediction(answer="An AMBER light, and plums."))
     assert result.score == pytest.approx(1 / 3)
     assert result.feedback == 'Missed: Rule 02: mention the word "plum". Rule 03: mention the word "zebra".'
     assert HouseRules().metric(GOLD, dspy.Prediction(answer="amber plum zebra")).score == 1
 
 
 def test_with_three_predictors_each_has_rules_and_feedback_of_its_own() -> None:
-    metric = HouseRules(reply_model=OBLIGING).metric
+    metric = HouseRules().metric
     pred = dspy.Prediction(outline="zebra amber plum", draft="", answer="")
     assert metric(GOLD, pred).score == pytest.approx(1 / 3)
     for name, missed in (("answer", [RULES[0]]), ("draft", [RULES[1]]), ("outline", [])):
@@ -71,19 +70,19 @@ def test_with_three_predictors_each_has_rules_and_feedback_of_its_own() -> None:
 
 
 def test_an_output_that_could_not_be_parsed_scores_nothing() -> None:
-    result = HouseRules(reply_model=OBLIGING).metric(GOLD, dspy.Prediction(), None, "answer", None)
+    result = HouseRules().metric(GOLD, dspy.Prediction(), None, "answer", None)
     assert (result.score, rules_in(result.feedback)) == (0, RULES)
 
 
 def test_the_seed_program_holds_two_rules_and_the_optimal_one_all() -> None:
-    task = HouseRules(reply_model=OBLIGING)
+    task = HouseRules()
     assert rules_in(instructions(task.program())["answer"]) == task.all_rules()[:2]
     assert instructions(task.optimal_program())["answer"] == task.optimal_instruction()
     assert rules_in(task.optimal_instruction()) == task.all_rules()
 
 
 def test_a_chain_of_three_shares_the_rules_out_and_feeds_each_step_the_last() -> None:
-    program = HouseRules(reply_model=OBLIGING).optimal_program(3)
+    program = HouseRules().optimal_program(3)
     shares = {name: len(rules_in(text)) for name, text in instructions(program).items()}
     assert shares == {"outline": 8, "draft": 8, "answer": 8}
     inputs = {name: list(p.signature.input_fields) for name, p in program.named_predictors()}
@@ -91,10 +90,15 @@ def test_a_chain_of_three_shares_the_rules_out_and_feeds_each_step_the_last() ->
 
 
 def test_the_optimum_is_the_models_obedience_under_all_rules() -> None:
-    assert HouseRules(reply_model=OBLIGING).optimum == 0.9
-    assert HouseRules(rules=10, reply_model=ReplyModel(obedience=1, crowding=0.1)).optimum == pytest.approx(
-        0.3679, 1e-3
-    )
+    assert HouseRules().optimum == 0.9
+    assert HouseRules(rules=10, reply_model=ReplyModel(obedience=1)).optimum == 1
+
+
+def test_the_true_score_of_several_predictors_goes_by_whose_rule_it_is() -> None:
+    task = HouseRules(reply_model=ReplyModel(obedience=1))
+    odd = "\n".join(map(str, task.all_rules()[::2]))
+    assert task.true_score([odd, ""]) == pytest.approx(0.5)
+    assert task.true_score(["", odd]) == 0
 
 
 @pytest.mark.parametrize(

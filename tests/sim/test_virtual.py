@@ -16,8 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.sim import PROFILES
-from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from dspy_flashevolve.sim.virtual_loop import NEVER_WAITS
+from dspy_flashevolve.sim.virtual import NEVER_WAITS, SimulatedModel, run
 
 PREDICT = dspy.Predict("question -> answer")
 OPENING = "Here is a short and plain reply"
@@ -319,7 +318,7 @@ def test_two_equal_runs_give_equal_latencies(plan: list[tuple[bool, int]]) -> No
                 lambda: asyncio.gather(*(timed_answer(number, *step) for number, step in enumerate(plan)))
             )
 
-        return run(main), model.completion_tokens, model.generated_tokens()
+        return run(main), model.completion_tokens, model.load().generated_tokens
 
     assert measured() == measured()
 
@@ -342,9 +341,7 @@ def test_requests_above_what_the_profile_takes_are_refused_with_retry_after_and_
     refused = [answer for answer in answers if isinstance(answer, LMRateLimitError)]
     assert len(refused) == len(model.refused) == 3
     assert {answer.retry_after for answer in refused} == {1.0}
-    assert len(model.sent) == 6
-    assert model.refused_share() == 0.5
-    assert model.refused_share(after_seconds=0.1) == 0.0
+    assert model.requests == {"task": 3}
 
 
 def test_where_a_loop_is_running_it_has_a_thread_and_dspys_settings_of_the_caller_and_errors_arrive_there() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.models import ImitatingModel
 from benchmarks.models.harness_replies import harness_fields
-from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
+from dspy_flashevolve.sim.backend import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import ChatRequest, OutputField, parse_chat_request
 from dspy_flashevolve.sim.replies import reply_to
 from dspy_flashevolve.sim.words import Choices, rules_in

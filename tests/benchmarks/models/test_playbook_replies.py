@@ -16,7 +16,7 @@ from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from dspy_flashevolve.sim.words import WORDS, Rule, words_present
 
 RULES = [Rule(number, word) for number, word in enumerate(WORDS[:6], start=1)]
-FAITHFUL = {"obedience": 1.0, "forgets": 0.0, "useless": 0.0, "spots_conflicts": 1.0}
+FAITHFUL = {"obedience": 1.0, "forgets": 0.0, "useless": 0.0}
 BOOK = Playbook().adding("strategies", str(RULES[0])).adding("other", str(RULES[1])).adding("other", "Be brief.")
 ADAPTERS = pytest.mark.parametrize("adapter", [dspy.ChatAdapter(), dspy.JSONAdapter()])
 

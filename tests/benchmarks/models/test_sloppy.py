@@ -12,7 +12,7 @@ from benchmarks.models import ImitatingModel
 from benchmarks.models.sloppy import TEXT_FORMS, VERDICT_FORMS, sloppy_form
 from dspy_flashevolve.engine.staleness import StaleChild
 from dspy_flashevolve.modules.rewriting import StaleCandidateReflection
-from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
+from dspy_flashevolve.sim.backend import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import parse_chat_request
 from dspy_flashevolve.sim.replies import reply_to
 from dspy_flashevolve.sim.words import WORDS, Choices, Rule, rules_in

@@ -9,11 +9,11 @@ from benchmarks.workloads.definition import NamedWorkload
 from benchmarks.workloads.registry import workload_named
 from benchmarks.workloads.simulated import simulated
 from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, ReplyModel
+from dspy_flashevolve.sim import HouseRules, ReplyModel
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.benchmarks.workloads.samples import NAMES
 
-TASK = HouseRules(rules=12, rules_per_example=4, seed=1, reply_model=REPLY_MODELS["obliging"])
+TASK = HouseRules(rules=12, rules_per_example=4, seed=1)
 
 
 def _simulated(name: str) -> NamedWorkload:

@@ -32,6 +32,10 @@ class Quota:
     sends_headers: bool = True
     holds_seconds: float = PERIOD_SECONDS
 
+    def __call__(self) -> QuotaCounter:
+        """Return a counter for one server."""
+        return QuotaCounter(self)
+
     def __post_init__(self) -> None:
         if self.requests < 1 or self.tokens < 1 or not self.holds_seconds > 0:
             raise ValueError(f"a quota needs at least 1 request and 1 token, got {self.requests} and {self.tokens}")

@@ -18,10 +18,11 @@ import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from dspy_flashevolve.sim.profiles import Profile
+from dspy_flashevolve.sim import backend
+from dspy_flashevolve.sim.backend import Load, Profile
 
 
 class DecodingPool:
@@ -38,7 +39,7 @@ class DecodingPool:
         profile: Gives the time of a step.
 
     Examples:
-        >>> from dspy_flashevolve.sim.profiles import PROFILES
+        >>> from benchmarks.batching import PROFILES
         >>> pool = DecodingPool(PROFILES["api-gpt-4o-mini"])
         >>> pool.join(number=0, prompt_tokens=350, output_tokens=620)
         >>> round(pool.seconds_to_next_end(), 2)
@@ -48,7 +49,7 @@ class DecodingPool:
         310
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: SharedProfile) -> None:
         self._profile = profile
         self._joined: dict[int, tuple[int, float]] = {}
         self._marks: list[tuple[float, int]] = []
@@ -143,25 +144,6 @@ class Event:
     time: float
 
 
-@dataclass(frozen=True)
-class Load:
-    """The state and the totals of the batch at one moment.
-
-    Attributes:
-        running: Sequences that hold a place (starting, prefilling or decoding).
-        waiting: Sequences that wait for a place.
-        generated_tokens: Tokens written since the beginning, pro rata for sequences not finished.
-        running_seconds: The integral of `running` over time, in model seconds.
-        kv_tokens: Prompt and output tokens that running sequences hold.
-    """
-
-    running: int
-    waiting: int
-    generated_tokens: float
-    running_seconds: float
-    kv_tokens: float
-
-
 @dataclass
 class _Sequence:
     number: int
@@ -181,7 +163,7 @@ class ContinuousBatching:
         clock: Returns the model time in seconds; must not go back.
 
     Examples:
-        >>> from dspy_flashevolve.sim.profiles import PROFILES
+        >>> from benchmarks.batching import PROFILES
         >>> now = 0.0
         >>> batch = ContinuousBatching(PROFILES["h100-qwen3-8b"], clock=lambda: now)
         >>> batch.submit(prompt_tokens=350, output_tokens=1000)
@@ -191,7 +173,7 @@ class ContinuousBatching:
         [('first_token', 0.02), ('finished', 6.88)]
     """
 
-    def __init__(self, profile: Profile, clock: Callable[[], float]) -> None:
+    def __init__(self, profile: SharedProfile, clock: Callable[[], float]) -> None:
         self._profile = profile
         self._clock = clock
         self._now = clock()
@@ -394,7 +376,7 @@ class BatchDriver:
         time_scale: Model seconds a wall second, above 0.
     """
 
-    def __init__(self, profile: Profile, time_scale: float) -> None:
+    def __init__(self, profile: SharedProfile, time_scale: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._time_scale = time_scale
         self._origin = self._loop.time()
@@ -449,3 +431,80 @@ class BatchDriver:
         change = self._model.next_change()
         due = None if change is None else self._origin + change / self._time_scale + LATE_SECONDS
         self._timer = None if due is None else self._loop.call_at(due, self._pump)
+
+
+@dataclass(frozen=True)
+class SharedProfile(Profile):
+    """A backend whose requests share its rates: a full batch slows each of them down.
+
+    The constants of `h100-qwen3-8b` are fitted to silybench run `20260924T125045Z_h100-80gbx1_qwen3-8b_bf16`
+    (`derived/csv/perf_points.csv`, vLLM 0.30.0, thinking off): the inter-token latency for 1 to 256 users and for mean
+    contexts of 192, 640 and 3072 tokens, the time to first token for prompts of 128 to 8192 tokens, and the room in the
+    KV cache. `docs/simulated-server.md` puts the figures and the fit side by side.
+
+    Attributes:
+        prefill_is_shared: True when all sequences share one prefill rate, first come first served, and prefill
+            slows decoding (one GPU); False when each sequence has its own (a fleet behind an API).
+        max_batched_tokens: Most prompt tokens in one step of a shared prefill (vLLM's `max_num_batched_tokens`).
+        step_seconds_per_sequence: What each sequence adds to the decoding time of a token; `step_seconds` is that of
+            a sequence that runs alone with an empty context.
+        step_seconds_per_cached_token: What each token in the KV cache of a decoding sequence adds to that time.
+    """
+
+    prefill_is_shared: bool = True
+    max_batched_tokens: int = 8192
+    step_seconds_per_sequence: float = 0.0
+    step_seconds_per_cached_token: float = 0.0
+
+    def batch(self, time_scale: float) -> BatchDriver:  # type: ignore[override]
+        return BatchDriver(self, time_scale)
+
+    def step_without_cache_seconds(self, running: int, queued_prompt_tokens: int = 0) -> float:
+        """Time of one decoding step (one token of each sequence) less the time to read the KV cache.
+
+        A step that also reads prompt tokens takes the longer of loading the weights and computing those tokens:
+        loading is bound by memory and prefill by arithmetic, so that a short prompt is free and a long one holds
+        up everybody (chunked prefill, Agrawal et al., arXiv 2403.02310).
+
+        Args:
+            running: Sequences that decode, at least 1.
+            queued_prompt_tokens: Tokens of the prompts that wait for a shared prefill or are in it.
+        """
+        prefill_seconds = min(queued_prompt_tokens, self.max_batched_tokens) / self.prefill_tokens_per_second
+        return max(self.step_seconds, prefill_seconds) + self.step_seconds_per_sequence * running
+
+    def decode_tokens_per_second(self, running: int, context_tokens: float = 640) -> float:
+        """Tokens a second of each sequence when `running` (at least 1) sequences decode together.
+
+        Args:
+            running: Sequences that decode, at least 1.
+            context_tokens: Mean tokens, prompt and output so far, of a sequence.
+        """
+        cache_seconds = self.step_seconds_per_cached_token * context_tokens * running
+        return 1.0 / (self.step_without_cache_seconds(running) + cache_seconds)
+
+
+def _shared(profile: Profile, **options: Any) -> SharedProfile:
+    return SharedProfile(**{one.name: getattr(profile, one.name) for one in fields(profile)} | options)
+
+
+H100_QWEN3_8B = _shared(
+    backend.H100_QWEN3_8B,
+    step_seconds=0.00681,
+    step_seconds_per_sequence=12.1e-6,
+    step_seconds_per_cached_token=48.5e-9,
+)
+API_GPT_4O_MINI = _shared(backend.API_GPT_4O_MINI, prefill_is_shared=False, step_seconds_per_sequence=5e-6)
+PROFILES = {profile.name: profile for profile in (H100_QWEN3_8B, API_GPT_4O_MINI)}
+
+
+def profile_named(name: str) -> SharedProfile:
+    """Return the profile with a name.
+
+    Raises:
+        ValueError: If there is none; the message lists the names there are.
+    """
+    try:
+        return PROFILES[name]
+    except KeyError:
+        raise ValueError(f"unknown profile {name!r}: choose one of {', '.join(sorted(PROFILES))}") from None

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dspy_flashevolve.sim import Quota, SimServer
-from dspy_flashevolve.sim.quota import Counting, QuotaCounter
+from benchmarks.quota import Counting, Quota, QuotaCounter
+from dspy_flashevolve.sim import SimServer
 
 
 @pytest.mark.parametrize("counting", ["bucket", "fixed", "sliding"])

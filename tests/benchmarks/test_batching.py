@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.sim.batching import ContinuousBatching, Event
-from dspy_flashevolve.sim.profiles import H100_QWEN3_8B, Profile
+from benchmarks.batching import H100_QWEN3_8B, ContinuousBatching, Event, SharedProfile
 
 PLAIN = replace(
     H100_QWEN3_8B,
@@ -64,15 +63,6 @@ def test_sequences_that_run_together_share_the_rate() -> None:
     assert times[2] == pytest.approx(100 * 0.013 + 100 * 0.011)
 
 
-def test_an_arrival_slows_only_what_is_still_to_be_written() -> None:
-    clock = Clock()
-    batch = ContinuousBatching(PLAIN, clock)
-    batch.submit(prompt_tokens=1, output_tokens=100)
-    clock.now = 50 * 0.011
-    batch.submit(prompt_tokens=1, output_tokens=100)
-    assert finish_times(drain(batch, clock))[0] == pytest.approx(50 * 0.011 + 50 * 0.012)
-
-
 def test_a_shared_prefill_is_one_prompt_at_a_time_and_a_long_one_slows_decoding() -> None:
     profile = replace(PLAIN, prefill_tokens_per_second=1000.0, max_batched_tokens=50)
     clock = Clock()
@@ -86,14 +76,6 @@ def test_a_shared_prefill_is_one_prompt_at_a_time_and_a_long_one_slows_decoding(
     assert finish_times(events)[0] == pytest.approx(3.0 + 0.012 + left * 0.011)
 
 
-def test_a_short_shared_prefill_slows_no_decoding() -> None:
-    clock = Clock()
-    batch = ContinuousBatching(replace(PLAIN, prefill_tokens_per_second=1000.0), clock)
-    batch.submit(prompt_tokens=0, output_tokens=100)
-    batch.submit(prompt_tokens=10, output_tokens=1)
-    assert finish_times(drain(batch, clock))[0] == pytest.approx(99 * 0.011 + 0.012)
-
-
 def test_long_contexts_slow_the_whole_batch() -> None:
     clock = Clock()
     batch = ContinuousBatching(replace(PLAIN, step_seconds_per_cached_token=1e-6), clock)
@@ -101,15 +83,6 @@ def test_long_contexts_slow_the_whole_batch() -> None:
     batch.submit(prompt_tokens=10_000, output_tokens=100)
     mean_cached = 10_000 + 2 * 100 / 2
     assert finish_times(drain(batch, clock))[0] == pytest.approx(100 * (0.012 + 1e-6 * mean_cached))
-
-
-def test_a_prefill_of_its_own_leaves_the_others_alone() -> None:
-    profile = replace(PLAIN, prefill_tokens_per_second=1000.0, prefill_is_shared=False)
-    clock = Clock()
-    batch = ContinuousBatching(profile, clock)
-    for prompt_tokens in (1000, 2000):
-        batch.submit(prompt_tokens=prompt_tokens, output_tokens=1)
-    assert [e.time for e in drain(batch, clock) if e.kind == "first_token"] == pytest.approx([1.0, 2.0])
 
 
 def test_a_place_that_came_free_during_a_jump_is_given_at_that_moment() -> None:
@@ -135,40 +108,6 @@ def test_cancelling_frees_the_place_at_once() -> None:
     batch.cancel(12345)
 
 
-def test_cancelling_the_prompt_that_is_prefilled_lets_the_next_one_begin() -> None:
-    clock = Clock()
-    batch = ContinuousBatching(replace(PLAIN, prefill_tokens_per_second=1000.0), clock)
-    first, second = (batch.submit(prompt_tokens=1000, output_tokens=1) for _ in range(2))
-    clock.now = 0.5
-    batch.cancel(first)
-    assert [(e.sequence, e.time) for e in drain(batch, clock) if e.kind == "first_token"] == [(second, 1.5)]
-
-
-def test_running_seconds_are_the_integral_of_running() -> None:
-    clock = Clock()
-    batch = ContinuousBatching(replace(PLAIN, max_running=1), clock)
-    for _ in range(2):
-        batch.submit(prompt_tokens=1, output_tokens=100)
-    clock.now = 10.0
-    assert batch.load().running_seconds == pytest.approx(2.2)
-
-
-def test_kv_tokens_are_those_of_the_running_sequences() -> None:
-    clock = Clock()
-    batch = ContinuousBatching(PLAIN, clock)
-    batch.submit(prompt_tokens=300, output_tokens=100)
-    clock.now = 0.55
-    assert batch.load().kv_tokens == pytest.approx(350)
-    clock.now = 5.0
-    assert batch.load().kv_tokens == pytest.approx(0)
-
-
-@pytest.mark.parametrize(("prompt_tokens", "output_tokens"), [(-1, 1), (0, 0)])
-def test_sequences_without_tokens_are_refused(prompt_tokens: int, output_tokens: int) -> None:
-    with pytest.raises(ValueError, match="prompt_tokens"):
-        ContinuousBatching(PLAIN, Clock()).submit(prompt_tokens, output_tokens)
-
-
 arrivals = st.lists(
     st.tuples(st.floats(0, 2), st.integers(0, 5000), st.integers(1, 400), st.booleans()), min_size=1, max_size=40
 )
@@ -190,7 +129,7 @@ profiles = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(profile=profiles, arrivals=arrivals)
 def test_every_sequence_ends_all_tokens_are_written_and_the_limits_hold(
-    profile: Profile, arrivals: list[tuple[float, int, int, bool]]
+    profile: SharedProfile, arrivals: list[tuple[float, int, int, bool]]
 ) -> None:
     clock = Clock()
     batch = ContinuousBatching(profile, clock)
@@ -217,7 +156,7 @@ def test_every_sequence_ends_all_tokens_are_written_and_the_limits_hold(
 @settings(max_examples=100, deadline=None)
 @given(profile=profiles, arrivals=arrivals)
 def test_the_size_of_the_clocks_steps_changes_nothing(
-    profile: Profile, arrivals: list[tuple[float, int, int, bool]]
+    profile: SharedProfile, arrivals: list[tuple[float, int, int, bool]]
 ) -> None:
     def run(stepwise: bool) -> dict[int, float]:
         clock = Clock()
@@ -237,3 +176,58 @@ def test_the_size_of_the_clocks_steps_changes_nothing(
     stepped, jumped = run(True), run(False)
     assert stepped == pytest.approx(jumped, abs=1e-6)
     assert len(stepped) == sum(not cancelled for *_, cancelled in arrivals)
+
+
+# The profile against the published figures that it is calibrated on
+
+# Silybench, Qwen3-8B bf16, one H100, vLLM 0.30.0. Median inter-token latency in milliseconds by users and mean context.
+PUBLISHED_LATENCY = {
+    (1, 640): 6.858,
+    (16, 640): 7.530,
+    (64, 640): 9.494,
+    (128, 640): 12.004,
+    (256, 640): 18.084,
+    (64, 192): 8.148,
+    (256, 192): 12.832,
+    (16, 3072): 9.464,
+    (64, 3072): 17.053,
+}
+# Output tokens a second of the whole server, by (prompt tokens, output tokens, users).
+PUBLISHED_THROUGHPUT = {
+    (128, 1024, 1): 145.7,
+    (128, 1024, 64): 6597,
+    (128, 1024, 256): 13567,
+    (128, 128, 64): 6958,
+    (128, 128, 256): 13093,
+    (1024, 128, 80): 3018,
+    (2048, 2048, 64): 3463,
+}
+
+
+@pytest.mark.parametrize(("case", "milliseconds"), PUBLISHED_LATENCY.items())
+def test_the_h100_decodes_within_six_percent_of_the_published_latency(
+    case: tuple[int, int], milliseconds: float
+) -> None:
+    assert 1000 / H100_QWEN3_8B.decode_tokens_per_second(*case) == pytest.approx(milliseconds, rel=0.06)
+
+
+def throughput(prompt_tokens: int, output_tokens: int, users: int) -> float:
+    """Output tokens a second with `users` who each ask again at once, five times each, in virtual time."""
+    now, left = 0.0, 5 * users
+    batch = ContinuousBatching(H100_QWEN3_8B, clock=lambda: now)
+    for _ in range(users):
+        batch.submit(prompt_tokens, output_tokens)
+    while (change := batch.next_change()) is not None:
+        now = max(now, change)
+        for _ in (event for event in batch.advance() if event.kind == "finished"):
+            left -= 1
+            if left >= users:
+                batch.submit(prompt_tokens, output_tokens)
+    return 5 * users * output_tokens / now
+
+
+@pytest.mark.parametrize(("case", "tokens_per_second"), PUBLISHED_THROUGHPUT.items())
+def test_the_h100_serves_within_twelve_percent_of_the_published_throughput(
+    case: tuple[int, int, int], tokens_per_second: float
+) -> None:
+    assert throughput(*case) == pytest.approx(tokens_per_second, rel=0.12)

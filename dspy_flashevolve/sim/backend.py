@@ -1,0 +1,262 @@
+"""Simulated backends: how fast they read and write, how many requests they serve at once, and when a reply is done.
+
+Each request waits for a place in order of arrival, and is then written at the profile's rate, whatever runs beside it.
+The rates are those of one NVIDIA H100 with Qwen3-8B under vLLM with 32 requests in flight (silybench run
+`20260924T125045Z_h100-80gbx1_qwen3-8b_bf16`, github.com/tgarg01/silybench-data) and of an API (observations of third
+parties: community.openai.com/t/1307310, apikeyhealth.com, newmen.ai). A server whose batch slows every request down,
+fitted to the same figures, is in the repository's `benchmarks/batching.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+from statistics import NormalDist
+
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class LengthLaw:
+    """A lognormal law of output lengths, in tokens.
+
+    Attributes:
+        median_tokens: Half of the outputs are shorter; above 0.
+        sigma: Standard deviation of the logarithm; 0 gives a constant, 0.8 a long tail (p99 = 6.4 medians).
+
+    Raises:
+        ValueError: If `median_tokens` is not positive or `sigma` is negative.
+
+    Examples:
+        >>> LengthLaw(median_tokens=250, sigma=0.8).tokens(0.99)
+        1608
+    """
+
+    median_tokens: float
+    sigma: float
+
+    def __post_init__(self) -> None:
+        if not (self.median_tokens > 0 and self.sigma >= 0):
+            raise ValueError(
+                "a length law needs median_tokens > 0 and sigma >= 0, "
+                f"got median_tokens={self.median_tokens!r} and sigma={self.sigma!r}"
+            )
+
+    def tokens(self, quantile: float) -> int:
+        """Return the length, at least 1 token, below which a share `quantile` (0 < quantile < 1) of outputs lies."""
+        return max(1, round(self.median_tokens * math.exp(self.sigma * _NORMAL.inv_cdf(quantile))))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One simulated backend. Times are model seconds: a server with a `time_scale` lets them pass faster.
+
+    Attributes:
+        name: What `--profile` says.
+        model: The model's name in `/v1/models` and in the labels of `/metrics`.
+        max_running: Requests that are served at a time; further ones wait in order of arrival.
+        concurrency_limit: Requests in flight above which a request is refused with status 429; None for no limit.
+        retry_after_seconds: What a refusal says in Retry-After.
+        time_to_first_token_seconds: Fixed delay from the start of a request to its first prompt token.
+        prefill_tokens_per_second: Prompt tokens that are read a second, for each request.
+        step_seconds: Time to write one token.
+        kv_cache_tokens: Tokens that the KV cache holds; for the gauge in `/metrics` only.
+        task_length: Law of the output lengths of task replies (and of replies to unknown prompts).
+        reflection_length: Law of the output lengths of reflection replies.
+        max_output_tokens: Where outputs are cut when the request names no limit.
+    """
+
+    name: str
+    model: str
+    max_running: int
+    concurrency_limit: int | None
+    retry_after_seconds: float
+    time_to_first_token_seconds: float
+    prefill_tokens_per_second: float
+    step_seconds: float
+    kv_cache_tokens: int
+    task_length: LengthLaw = LengthLaw(median_tokens=250, sigma=0.8)
+    reflection_length: LengthLaw = LengthLaw(median_tokens=900, sigma=0.5)
+    max_output_tokens: int = 8192
+
+    def batch(self, time_scale: float) -> Batch:
+        """Return what serves requests at these rates, on the running event loop."""
+        return Batch(self, time_scale)
+
+
+@dataclass(frozen=True)
+class Load:
+    """The state and the totals of a backend at one moment.
+
+    Attributes:
+        running: Requests that hold a place.
+        waiting: Requests that wait for a place.
+        generated_tokens: Tokens written since the beginning, pro rata for replies that are not finished.
+        running_seconds: The integral of `running` over time, in model seconds.
+        kv_tokens: Prompt and output tokens of the running requests.
+    """
+
+    running: int
+    waiting: int
+    generated_tokens: float
+    running_seconds: float
+    kv_tokens: float
+
+
+@dataclass(eq=False)
+class Generation:
+    """A reply that is being written.
+
+    Attributes:
+        prompt_tokens, output_tokens: Its size.
+        started: When it was submitted, in model seconds.
+        first_token: Done when the prompt is read.
+        finished: Done when the last token is written; its result is the model time of that.
+        writes_from: When its first token is written, in model seconds; infinite while it waits for a place.
+        timers: Of its first and of its last token.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    started: float
+    first_token: asyncio.Future[None]
+    finished: asyncio.Future[float]
+    writes_from: float = math.inf
+    timers: list[asyncio.TimerHandle] = field(default_factory=list[asyncio.TimerHandle])
+
+
+class Batch:
+    """The requests that a backend serves. Use it in the thread of the running event loop only.
+
+    Args:
+        profile: Rates and limits.
+        time_scale: Model seconds a wall second, above 0.
+    """
+
+    def __init__(self, profile: Profile, time_scale: float) -> None:
+        self._profile, self._time_scale = profile, time_scale
+        self._loop = asyncio.get_running_loop()
+        self._origin = self._loop.time()
+        self._waiting: dict[Generation, None] = {}
+        self._running: dict[Generation, None] = {}
+        self._written_tokens = self._running_seconds = self._counted_until = 0.0
+
+    def now(self) -> float:
+        """Model seconds since the batch was made."""
+        return (self._loop.time() - self._origin) * self._time_scale
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    def load(self) -> Load:
+        """State and totals of the batch."""
+        self._count_running()
+        under_way = sum(map(self._written, self._running))
+        return Load(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            generated_tokens=self._written_tokens + under_way,
+            running_seconds=self._running_seconds,
+            kv_tokens=under_way + sum(generation.prompt_tokens for generation in self._running),
+        )
+
+    def submit(self, prompt_tokens: int, output_tokens: int) -> Generation:
+        """Start a reply; the caller must `release` it in the end, finished or not."""
+        futures = self._loop.create_future(), self._loop.create_future()
+        generation = Generation(prompt_tokens, output_tokens, self.now(), *futures)
+        self._waiting[generation] = None
+        self._fill_places()
+        return generation
+
+    def release(self, generation: Generation) -> bool:
+        """Free the reply's place; True if it was not finished. A second call does nothing and returns False."""
+        if generation in self._waiting:
+            del self._waiting[generation]
+            return True
+        if generation in self._running:
+            self._leave(generation)
+            return True
+        return False
+
+    def _fill_places(self) -> None:
+        self._count_running()
+        while self._waiting and len(self._running) < self._profile.max_running:
+            generation = next(iter(self._waiting))
+            del self._waiting[generation]
+            self._running[generation] = None
+            first = self._profile.time_to_first_token_seconds
+            first += generation.prompt_tokens / self._profile.prefill_tokens_per_second
+            last = first + generation.output_tokens * self._profile.step_seconds
+            generation.writes_from = self.now() + first
+            generation.timers = [
+                self._loop.call_later(first / self._time_scale, self._begin, generation),
+                self._loop.call_later(last / self._time_scale, self._finish, generation),
+            ]
+
+    def _begin(self, generation: Generation) -> None:
+        # A client that went away has cancelled the future it waited for, and not yet released its place.
+        if not generation.first_token.done():
+            generation.first_token.set_result(None)
+
+    def _finish(self, generation: Generation) -> None:
+        self._leave(generation)
+        if not generation.finished.done():
+            generation.finished.set_result(self.now())
+
+    def _leave(self, generation: Generation) -> None:
+        self._count_running()
+        self._written_tokens += self._written(generation)
+        for timer in generation.timers:
+            timer.cancel()
+        del self._running[generation]
+        self._fill_places()
+
+    def _written(self, generation: Generation) -> float:
+        """Return how many tokens of a reply are written by now."""
+        tokens = (self.now() - generation.writes_from) / self._profile.step_seconds
+        return min(max(0.0, tokens), generation.output_tokens)
+
+    def _count_running(self) -> None:
+        now = self.now()
+        self._running_seconds += (now - self._counted_until) * len(self._running)
+        self._counted_until = now
+
+
+H100_QWEN3_8B = Profile(
+    name="h100-qwen3-8b",
+    model="Qwen/Qwen3-8B",
+    max_running=256,
+    concurrency_limit=None,
+    retry_after_seconds=1.0,
+    time_to_first_token_seconds=0.010,
+    prefill_tokens_per_second=35_000.0,
+    step_seconds=0.0082,
+    kv_cache_tokens=377_024,
+)
+API_GPT_4O_MINI = Profile(
+    name="api-gpt-4o-mini",
+    model="gpt-4o-mini",
+    max_running=10_000,
+    concurrency_limit=100,
+    retry_after_seconds=1.0,
+    time_to_first_token_seconds=0.45,
+    prefill_tokens_per_second=20_000.0,
+    step_seconds=1 / 62,
+    kv_cache_tokens=128_000 * 10_000,
+)
+PROFILES: dict[str, Profile] = {profile.name: profile for profile in (H100_QWEN3_8B, API_GPT_4O_MINI)}
+
+
+def profile_named(name: str) -> Profile:
+    """Return the profile with a name.
+
+    Raises:
+        ValueError: If there is none; the message lists the names there are.
+    """
+    try:
+        return PROFILES[name]
+    except KeyError:
+        raise ValueError(f"unknown profile {name!r}: choose one of {', '.join(sorted(PROFILES))}") from None
