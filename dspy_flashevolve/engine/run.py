@@ -118,7 +118,7 @@ class EvolutionRun:
         self.redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
         """Takes secrets out of what leaves the process."""
         self._observers = observers
-        self._max_seconds = max_seconds
+        self.max_seconds = max_seconds
         self.ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
         """Way -> steps that ended so."""
         self.stop_reason = ""
@@ -563,7 +563,7 @@ class EvolutionRun:
         self.bus.emit(StageVisited(visit.ended, visit.step, visit.stage, visit.queued, visit.began))
 
     def _own_watchers(self) -> list[Work]:
-        return [] if self._max_seconds is None else [partial(self._watch_time, self._max_seconds)]
+        return [] if self.max_seconds is None else [partial(self._watch_time, self.max_seconds)]
 
     async def _watch_time(self, most: float) -> None:
         await anyio.sleep(max(0.0, self.clock.began + most - self.clock()))

@@ -10,7 +10,6 @@ another.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapp
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Protocol, TypeVar
 
 import anyio
@@ -281,15 +281,15 @@ class _Stage:
 @dataclass(slots=True)
 class _Endpoint:
     """The requests of one endpoint, or of a group that shares slots: at most ``limit``, of which at most ``room`` may
-    be on their way to it, since its limit a minute holds them up there. In the heap of lines entries whose priority
-    is not their line's any more are skipped."""
+    be on their way to it, since its limit a minute holds them up there. ``lines`` are those that wait, with their
+    priorities."""
 
     limit: int | None = None
     room: int | None = None
     busy: int = 0
     arriving: int = 0
     was_full: bool = False
-    lines: list[tuple[Priority, int, _Line]] = field(default_factory=list["tuple[Priority, int, _Line]"])
+    lines: dict[_Line, Priority] = field(default_factory=dict["_Line", Priority])
 
     @property
     def is_full(self) -> bool:
@@ -303,7 +303,7 @@ class _Endpoint:
 @dataclass(slots=True, eq=False)
 class _Line:
     """The requests of one step in one stage; ``followers`` of its batch have not come yet. ``began`` is NaN before its
-    first request has a slot; ``priority`` is that of its entry in the endpoint's heap."""
+    first request has a slot."""
 
     stage: _Stage
     step: Requester
@@ -312,7 +312,6 @@ class _Line:
     held: int = 0
     followers: int = 0
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque["asyncio.Future[None]"])
-    priority: Priority | None = None
 
 
 class Scheduler:
@@ -348,7 +347,7 @@ class Scheduler:
             name: _Stage(name, depth, self._endpoint(named.get(name, ""))) for depth, name in enumerate(stages, start=1)
         }
         self._lines: dict[tuple[str, int], _Line] = {}
-        self._busy = self._peak = self._pushed = 0
+        self._busy = self._peak = 0
         self._limit_seconds, self._limit_measured_seconds = 0.0, math.nan
 
     @property
@@ -420,7 +419,7 @@ class Scheduler:
     def take_pressure(self, endpoint: str) -> bool:
         """Return whether a request waited for this endpoint's own limit since this was last called."""
         asked = self._endpoint(endpoint)
-        is_full = asked.is_full and any(line.waiting for _, _, line in asked.lines)
+        is_full = asked.is_full and bool(asked.lines)
         was_full, asked.was_full = asked.was_full or is_full, False
         return was_full
 
@@ -456,7 +455,7 @@ class Scheduler:
         future = asyncio.get_running_loop().create_future()
         line.waiting.append(future)
         stage.waiting += 1
-        self._push(line)
+        self._place(line)
         try:
             await future
         except BaseException:
@@ -466,7 +465,7 @@ class Scheduler:
             elif future in line.waiting:
                 line.waiting.remove(future)
                 stage.waiting -= 1
-                self._push(line)
+                self._place(line)
                 self._forget(line)
             raise
 
@@ -503,7 +502,7 @@ class Scheduler:
         self._busy -= 1
         stage.endpoint.busy -= 1
         if line.waiting:
-            self._push(line)
+            self._place(line)
         self._forget(line)
         self._hand_on()
 
@@ -516,19 +515,15 @@ class Scheduler:
             self._on_visit(StageVisit(line.step.number, line.stage.name, line.queued, line.began, self.clock()))
         line.queued, line.began = self.clock(), math.nan  # a request that has given its slot back may come back
 
-    def _push(self, line: _Line) -> None:
-        """Enter a waiting line into its endpoint's heap, if its priority has changed; an older entry counts no more."""
+    def _place(self, line: _Line) -> None:
+        """Put a line among those that wait for its endpoint, in its place by now; or take it out."""
         if not line.waiting:
-            line.priority = None
+            line.stage.endpoint.lines.pop(line, None)
             return
-        step = line.step
-        requests = line.held + len(line.waiting) + line.followers
-        first = max(1, self._limit // 2)
-        key = priority(line.stage.depth, step.value, step.version, requests, line.held, step.number, first)
-        if key != line.priority:
-            line.priority = key
-            self._pushed += 1
-            heapq.heappush(line.stage.endpoint.lines, (key, self._pushed, line))
+        step, requests = line.step, line.held + len(line.waiting) + line.followers
+        line.stage.endpoint.lines[line] = priority(
+            line.stage.depth, step.value, step.version, requests, line.held, step.number, max(1, self._limit // 2)
+        )
 
     def _hand_on(self) -> None:
         """Give free slots to waiting requests, in order, and tell ``on_idle`` where some are left."""
@@ -536,35 +531,25 @@ class Scheduler:
             future = line.waiting.popleft()
             line.stage.waiting -= 1
             if future.cancelled():  # its request was cancelled, and has had no time to leave
-                self._push(line)
+                self._place(line)
                 self._forget(line)
                 continue
             self._grant(line)
-            self._push(line)
+            self._place(line)
             future.set_result(None)
         if self._busy < self._limit and self.idle:
             self._on_idle()
 
     def _next(self) -> _Line | None:
         """The line whose request gets the next slot; None where no request can have one."""
-        best: _Line | None = None
-        for endpoint in self._endpoints.values():
-            if endpoint.is_closed:
-                continue
-            held_up: list[tuple[Priority, int, _Line]] = []
-            while endpoint.lines:
-                key, _, line = endpoint.lines[0]
-                if line.priority != key or not line.waiting:
-                    heapq.heappop(endpoint.lines)  # an older entry of the line
-                elif line.stage.is_full:
-                    held_up.append(heapq.heappop(endpoint.lines))
-                else:
-                    if best is None or best.priority is None or key < best.priority:
-                        best = line
-                    break
-            for entry in held_up:
-                heapq.heappush(endpoint.lines, entry)
-        return best
+        waiting = [
+            (key, line)
+            for endpoint in self._endpoints.values()
+            if not endpoint.is_closed
+            for line, key in endpoint.lines.items()
+            if not line.stage.is_full
+        ]
+        return min(waiting, key=itemgetter(0), default=(None, None))[1]
 
     def _all_limit_seconds(self) -> float:
         """The number of slots, integrated over the time up to now."""

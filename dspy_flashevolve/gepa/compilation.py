@@ -84,17 +84,10 @@ class AsyncGEPAResult(DspyGEPAResult):  # pyright: ignore[reportGeneralTypeIssue
 class Best:
     """The best program of one run, for any thread at any time; it waits for nobody.
 
-    A gepa callback, the first one: it is told of every validated candidate in the pool's writer, where the state may
-    be read, and copies what it needs. What it has is replaced, never changed, so that nobody waits: not for the writer,
-    which may be inside a callback that waits in turn.
-
-    Copies and pickles of it are empty: a run belongs to the optimizer that began it.
-
-    Args:
-        settings: of the run.
-        adapter: builds programs.
-        pool: of the run.
-    """
+    A gepa callback, the first one: it is told of every validated candidate in the pool's writer, where the state may be
+    read, and copies what it needs. What it has is replaced, never changed, so that nobody waits: not for the writer,
+    which may be inside a callback that waits in turn. Copies and pickles are empty: a run belongs to the optimizer that
+    began it."""
 
     def __init__(
         self, settings: GepaSettings | None = None, adapter: Any = None, pool: Callable[[], Pool] | None = None
@@ -163,10 +156,8 @@ class Compilation:
     """One run of one optimizer: everything that belongs to it and to no other.
 
     Args:
-        settings: what the run is told.
         optimizer: the name of its class, for the journal.
         arguments: the optimizer's, by name, as the journal shows them.
-        student: the program; it is not changed.
         trainset, valset: examples or gepa's loaders; valset None means the trainset.
         initial: programs of the student's make to begin from beside it.
 

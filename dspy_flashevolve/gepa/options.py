@@ -197,13 +197,7 @@ def has_foreign(parts: Parts) -> bool:
 
 
 def build_parts(settings: GepaSettings, valset: DataLoader[Any, Any], logger: Any) -> Parts:
-    """Build the strategies that the settings name.
-
-    Args:
-        settings: checked by :func:`check_options`.
-        valset: merge draws its subsample from it.
-        logger: gepa's logger protocol.
-    """
+    """Build the strategies that the settings name, which :func:`check_options` has checked."""
     rng, more = random.Random(settings.seed), settings.gepa_kwargs
     sampler = more.get("batch_sampler", "epoch_shuffled")
     if sampler == "epoch_shuffled":
@@ -313,9 +307,7 @@ def strategies_of(
     """Return, as JSON, where the strategies stand now. Runs in the pool's writer.
 
     Args:
-        adapter: has a source of randomness of its own.
-        state: gepa's; it holds whose turn it is among the components.
-        shared_randomness: steps draw from the run's, not from their own.
+        shared_randomness: steps draw from the run's randomness, not from their own.
         text_of: training example's id -> its text.
     """
     kept: dict[str, Any] = {}
@@ -336,12 +328,8 @@ def strategies_of(
 def restore_strategies(
     kept: dict[str, Any], parts: Parts, adapter: Any, state: GEPAState[Any, Any], ids: dict[str, Any]
 ) -> None:
-    """Put the strategies back where an interrupted run had them.
-
-    Args:
-        kept: by :func:`strategies_of`, through JSON.
-        ids: text of a training example's id -> the id.
-    """
+    """Put the strategies back where :func:`strategies_of` found them; ``ids``: text of a training example's id -> the
+    id."""
     sampler, merge = parts.batch_sampler, parts.merge
     if type(sampler) is EpochShuffledBatchSampler and (there := kept.get("sampler")):
         names: list[str] = there["shuffled_ids"]

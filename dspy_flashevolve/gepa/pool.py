@@ -68,13 +68,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     """gepa's state, its version, the speculative candidates, and the thread that writes them.
 
     Args:
-        run: whose pool it is: its journal, metric calls and schedule.
-        settings: what gepa's engine is told.
-        parts: gepa's strategies.
-        adapter: keeps state of its own that is saved with the pool's.
-        seed_candidate: component -> text.
         trainset, valset: gepa's loaders; equal where there is one set of examples.
-        logger: gepa's logger protocol.
         best: a gepa callback that hears of candidates before all others.
         checkpoint: gepa's state, as an earlier run on the directory has left it; None where there was none.
     """
@@ -255,12 +249,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         return trace
 
     def end_step(self, step: Step, accepted: bool, counts: bool = True, is_integrated: bool = False) -> bool:
-        """Report a step's end and ask the stoppers; True when one of them says stop.
-
-        Args:
-            counts: the step is an iteration to stoppers that count those without improvement.
-            is_integrated: its changes are in the text that is validated next.
-        """
+        """Report a step's end and ask the stoppers, those that count iterations only where it ``counts``; True to
+        stop."""
         self.count_calls()
         self.reports.step_ended(step, accepted, is_integrated)
         self.keep_strategies()
@@ -320,11 +310,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def choose_components(
         self, step: Step, task: Task, evaluation: Batch, readable: Collection[str] | None = None
     ) -> tuple[list[str], list[str]]:
-        """Ask the component selector which texts to rewrite.
-
-        Args:
-            readable: those of which a reflection can read something; the selector is asked for the next ones where it
-                names none of them. None for all.
+        """Ask the component selector which texts to rewrite, again where a reflection can read nothing of those that it
+        names.
 
         Returns:
             The components, and those that it named and a reflection can read nothing of.
@@ -679,12 +666,9 @@ def write_commits(
     version: int,
     work: Sequence[tuple[Candidate, Sequence[int | None], ValsetEvaluation[Any, Any]]],
 ) -> None:
-    """Write candidates that are about to enter gepa's pool, and wait until that is safe. Runs in the pool's writer.
+    """Write candidates that are about to enter gepa's pool at index ``first``, and wait until that is safe.
 
-    Args:
-        step: that made them; None for another program's.
-        first: the first one's index in the pool.
-        version: the pool's, before them.
+    ``step`` made them, None for another program; ``version`` is the pool's, before them. Runs in the pool's writer.
 
     Raises:
         JournalError: it is not.

@@ -51,13 +51,8 @@ ATTEMPTS = 2
 
 
 class ReflectionCalls:
-    """Counts what was asked of the reflection LM, and says whether the run's limits allow more.
-
-    Args:
-        run: its journal knows of the calls, and the cost, of earlier sessions.
-        limit: ``max_reflection_calls``; None for no limit.
-        max_cost: in dollars; None for no limit.
-    """
+    """Counts what was asked of the reflection LM, and says whether ``max_reflection_calls`` and ``max_cost``, in
+    dollars, allow more; calls of earlier sessions count."""
 
     def __init__(self, run: DspyRun, limit: int | None, max_cost: float | None) -> None:
         self._run, self._limit, self._max_cost = run, limit, max_cost
@@ -103,15 +98,7 @@ class ReflectionCalls:
 
 
 class Proposing:
-    """Lets the reflection LM write children.
-
-    Args:
-        run: slots and journal.
-        pool: gepa's state, for callbacks and the component selector.
-        program: has dspy's adapter, which reflects.
-        calls: counts the reflections.
-        check: raises StepEnded where none is of use any more.
-    """
+    """Lets the reflection LM write children; ``check`` raises StepEnded where none is of use any more."""
 
     def __init__(
         self, run: DspyRun, pool: Pool, program: ProgramRunner, calls: ReflectionCalls, check: Callable[[], None]

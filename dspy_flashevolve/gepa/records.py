@@ -36,13 +36,8 @@ class Selected:
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """A task's parent on its minibatch.
-
-    Args:
-        index: position of the task in the step.
-        evaluation: on its minibatch.
-        base: see :class:`Selected`.
-    """
+    """A task's parent, evaluated on its minibatch; ``index`` is the task's position in the step, ``base`` as in
+    :class:`Selected`."""
 
     index: int
     task: Task
@@ -52,12 +47,7 @@ class Parent:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A candidate of the pool that a patched child stands on.
-
-    Args:
-        index: in the pool.
-        texts: of all components.
-    """
+    """A candidate at ``index`` of the pool that a patched child stands on."""
 
     index: int
     texts: Candidate
@@ -122,12 +112,8 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Two parents of the frontier and what their child is screened on (gepa's merge).
-
-    Args:
-        parents: indices in the pool.
-        parent_scores: of each parent on the subsample, in the order of ``ids``.
-    """
+    """Two parents of the frontier, as indices in the pool, and the examples that their child is screened on, with each
+    parent's scores there (gepa's merge)."""
 
     candidate: Candidate
     parents: tuple[int, int]
@@ -152,11 +138,8 @@ class Screened:
 class Validated:
     """A proposal with its validation, to be committed.
 
-    Args:
-        calls: metric calls that the validation cost at most (cached examples cost none).
-        base: see :class:`Screened`.
-        key: the handle under which it could be selected while it was validated; None where it could not.
-    """
+    ``calls`` are what the validation cost at most; ``base`` as in :class:`Screened`; ``key`` is the handle under which
+    it could be selected while it was validated."""
 
     proposal: Proposal
     evaluation: ValsetEvaluation[Any, Any]

@@ -62,16 +62,7 @@ class Repair(BaseModel):
 
 
 class Repairs:
-    """Has stale children repaired.
-
-    Args:
-        run: slots, journal, events.
-        pool: gepa's state.
-        module: a dspy module with the signature of ``StaleCandidateReflection``.
-        settings: the LM that it asks, unless its predictors have LMs of their own, and how long texts may be.
-        code_components: components that hold Python source.
-        calls: counts the LM calls, and says whether the run's limits allow more.
-    """
+    """Has stale children repaired by a dspy module with the signature of ``StaleCandidateReflection``."""
 
     def __init__(
         self,

@@ -88,15 +88,7 @@ def score_of(state: State, candidate: int) -> float:
 
 
 class Reports:
-    """Tells of steps. Everything runs in the pool's writer.
-
-    Args:
-        state: gepa's; the same object as long as the run lasts.
-        callbacks: gepa's; each is told what it has a method for.
-        logger: gepa's logger protocol.
-        tracker: gepa's experiment tracker.
-        trainset, valset: gepa's loaders.
-    """
+    """Tells gepa's callbacks, its logger and its tracker of steps. Everything runs in the pool's writer."""
 
     def __init__(
         self,
@@ -374,11 +366,7 @@ class Tracker(ExperimentTracker):
     """Sends figures to wandb and mlflow as gepa does, from a thread of its own.
 
     A tracking server may take a tenth of a second for each figure, and gepa sends them one by one: the run does not
-    wait for it, but for what is left at its end.
-
-    Args:
-        settings: what is tracked, and how.
-    """
+    wait for it, but for what is left at its end."""
 
     def __init__(self, settings: GepaSettings) -> None:
         passed_on = ("wandb_attach_existing", "mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_attach_existing")
@@ -435,12 +423,7 @@ class Tracker(ExperimentTracker):
 
 
 def figures(stats: RunStats, busy: int, integrations: int) -> dict[str, float]:
-    """Sum up a run so far for trackers, beside gepa's figures: tokens, dollars, slots, repairs.
-
-    Args:
-        busy: slots in use now.
-        integrations: calls for repairs so far.
-    """
+    """Sum up a run so far for trackers, beside gepa's figures: tokens, dollars, slots that are ``busy``, repairs."""
     values: dict[str, float] = {"slots/busy": busy, "slots/limit": stats.slots, "integrations": integrations}
     for role, reflects in (("task", False), ("reflection", True)):
         stages = [stage for stage in stats.tokens_by_stage if (stage in REFLECTION_STAGES) == reflects]

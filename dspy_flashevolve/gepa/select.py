@@ -24,9 +24,7 @@ class Selection:
     """Selects what steps work on. Everything runs in the pool's writer.
 
     Args:
-        pool: gepa's state and strategies.
-        credit: composes what steps start from besides the Pareto frontier; None where nothing is composed.
-        frontier_share: share of the steps that start from the Pareto frontier all the same.
+        frontier_share: share of the steps that start from the Pareto frontier, not from what ``credit`` composes.
         unanswerable: a candidate's texts -> training examples that get no answer: its minibatches avoid them.
         most_examples: of a minibatch; None for as many as the sampler draws.
     """
@@ -156,13 +154,9 @@ class _Fixed:
 
 
 def plan_crossover(pool: Pool, step: Step, merge: MergeProposer[Any]) -> Crossover | None:
-    """Choose two candidates of the frontier and the validation examples that judge their child.
+    """Choose two candidates of the frontier and the validation examples that judge their child; None for none.
 
-    gepa's ``MergeProposer.propose`` plans and evaluates in one blocking call: it is left where it would evaluate.
-
-    Returns:
-        None when there is nothing to cross; the reason is in the log.
-    """
+    gepa's ``MergeProposer.propose`` plans and evaluates in one blocking call: it is left where it would evaluate."""
     trace, subscores = pool.log_entry(step), pool.state.prog_candidate_val_subscores
     with pool.acting_for(step):
         try:

@@ -104,10 +104,6 @@ class Spending:
     """Decides when GEPA's steps start, and pays them.
 
     Args:
-        run: budget, slots, clock.
-        pool: gepa's state.
-        heads: whether steps' children come together, and whether the last head is still to be validated.
-        calls: reflections so far, and whether the run's limits allow more.
         set_aside: pays the last head's validation; nothing else may spend it.
         minibatch: training examples of a task.
         minibatch_alone: of one whose child stands for itself.
@@ -241,20 +237,13 @@ class SearchWidth:
     Three quarters of the slots live, or as many as the workflow says. Where children come together all steps are short,
     and each does one step's work. Where each child stands for itself, steps that ran at once have made siblings of
     which one is used, and each that passes its screen costs a validation: three in sixteen of the slots are at work
-    then (a working step keeps one to three slots busy, a validation as many as it has examples), and a limited budget
-    is spread over more generations. Until a child shows which it is, a run with a budget has one step more than have
-    ended; where edits are expected, as many as leave :data:`GENERATIONS` steps to GEPA's search. Whole texts that were
-    made at once are siblings, of which one is used: 120 calls with whole texts scored .22 where six steps started at
-    once, dspy.GEPA .37.
+    then, and a limited budget is spread over more generations. Until a child shows which it is, a run with a budget has
+    one step more than have ended; where edits are expected, as many as leave :data:`GENERATIONS` steps to GEPA's
+    search: 120 calls with whole texts scored .22 where six steps started at once, dspy.GEPA .37.
 
     Args:
-        workflow: says how many steps, where the user does.
-        slots: requests in flight at most.
         burst: requests that a step begins with.
-        joins: whether children come together; None where that is not known yet.
-        calls_alone: what a step costs at least where they do not, though those before, whose children came together,
-            cost less.
-        expects_edits: the reflection LM is asked for edits.
+        calls_alone: what a step costs at least whose child stands for itself.
     """
 
     def __init__(

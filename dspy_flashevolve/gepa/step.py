@@ -60,10 +60,6 @@ class GepaLoop:
     """Takes the steps of one run of GEPA; :meth:`step` is the picture above as code.
 
     Args:
-        run: slots, budget, journal.
-        pool: gepa's state and strategies.
-        program: the program under optimization.
-        settings: limits, and how steps overlap.
         policy: looks at children where it says.
         repairing: the module that repairs stale children.
         initial: candidates to begin from beside the seed; each has a step that validates it.
@@ -485,14 +481,8 @@ class GepaLoop:
     # The staleness policy.
 
     def _look(self, step: Step, place: Place, bases: Collection[int | None], counts: bool = True) -> bool:
-        """Ask the policy, where it wants to be asked, what becomes of a step; gaps are recorded at every place.
-
-        Args:
-            bases: the speculative candidates that it was made from.
-            counts: whether its gap is not counted at this place yet.
-
-        Returns:
-            Whether to repair its children.
+        """Ask the policy, where it wants to be asked, what becomes of a step whose children were made from ``bases``,
+        speculative candidates; gaps are recorded at every place. Returns whether to repair the children.
 
         Raises:
             StepEnded: it is discarded.

@@ -134,7 +134,6 @@ class DspyRun(EvolutionRun):
         """Where rollouts are made; None for this process."""
         self.dspy_settings.update(self.models.settings | usage_settings(self._count_lm_call))
         self._shown_calls = shown_calls or settings.max_metric_calls
-        self.max_seconds = settings.max_seconds
         self._seconds: float | None = None
 
     def pace(self, lm: Any) -> Any:
@@ -147,15 +146,10 @@ class DspyRun(EvolutionRun):
             self.models.portal.call_soon(self._tell_lm_call, place, model, entry)
 
     def _tell_lm_call(self, place: Place | None, model: str, entry: Entry) -> None:
-        step, stage = place or (BEFORE_STEPS, self._busiest_stage(model))
+        of_model = [name for name, models in self._models_by_stage.items() if model in models]
+        step, stage = place or (BEFORE_STEPS, (of_model or list(self._models_by_stage))[0])
         event = LmCallCounted(self.clock(), step, stage, tokens_of_call(entry), cost_of_call(model, entry))
         self.bus.emit(event)
-
-    def _busiest_stage(self, model: str) -> str:
-        """Find the stage with the most slots in use among those that ask a model; the first where none has any."""
-        of_model = [stage for stage, models in self._models_by_stage.items() if model in models]
-        running = {name: stage.running for name, stage in self.scheduler.statistics().stages.items()}
-        return max(of_model or self._models_by_stage, key=lambda stage: running.get(stage, 0))
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[None, None]:
@@ -185,13 +179,11 @@ class DspyRun(EvolutionRun):
 
         Args:
             stage, step: whose queue it waits in.
-            module: is not changed; a copy is called, unless ``is_fresh``.
-            inputs: the module's keyword arguments.
+            module: is not changed; a copy is called, unless ``is_fresh``: it was made for this call, and a copy
+                would take time in proportion to all that its tools can reach.
             lm: what it asks, unless its predictors have LMs of their own. None for the configured LM.
             read: makes of what the module returns what is wanted. What it raises is the module's error.
-            record: how the answer is written down, a :class:`ReplyRecord`; None where it is not.
-            is_fresh: the module was made for this call. It is called itself: a copy would take time in proportion to
-                all that its tools can reach.
+            record: how the answer is written down; None where it is not.
 
         Raises:
             RolloutUnresolvedError: the provider gave no answer.

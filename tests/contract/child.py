@@ -52,15 +52,9 @@ def run(directory: Path, kind: str, calls: int, predictors: int = 1, **options: 
     chosen = KINDS[kind] | ({} if kind == "lockstep" else {"num_threads": 8})
     with dspy.context(lm=task_lm()):
         optimizer = AsyncGEPA(
-            metric,
-            max_metric_calls=calls,
-            reflection_lm=reflection_lm(),
-            stale_candidate_reflection=Sum(),
-            log_dir=str(directory / "run"),
-            track_stats=True,
-            **chosen,
-            **options,
-        )
+            metric, max_metric_calls=calls, reflection_lm=reflection_lm(), stale_candidate_reflection=Sum(),
+            log_dir=str(directory / "run"), track_stats=True, **chosen, **options,
+        )  # fmt: skip
         return optimizer.compile(SlowChain(predictors), trainset=TRAIN, valset=VAL)
 
 

@@ -226,6 +226,13 @@ def priced(lm: Any) -> Any:
     return lm
 
 
+def completion(text: str) -> Any:
+    """What an LM with a ``forward`` of its own returns."""
+    dotdict = dspy.dsp.utils.utils.dotdict
+    choice = dotdict(message=dotdict(content=text, role="assistant"), finish_reason="stop")
+    return dotdict(choices=[choice], usage={}, model="own")
+
+
 class Interpreter:
     """Runs no code, and answers the same to each; ``taken`` gets the code."""
 

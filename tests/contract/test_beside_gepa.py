@@ -21,7 +21,7 @@ import pytest
 from dspy.utils.callback import BaseCallback
 
 from dspy_flashevolve import AsyncGEPA, DataError, RunAbortedError
-from tests.contract.surface import TRAIN, VAL, Heard, Interpreter, InThread
+from tests.contract.surface import TRAIN, VAL, Heard, Interpreter, InThread, completion
 from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, digits, examples, fake_lm, hashed, reflection_lm, reply_for
 
 OPTIMIZERS = {
@@ -294,9 +294,7 @@ class Legacy(dspy.LM):
         with self.guard:
             self.calls += 1
         text = "\n".join(message["content"] for message in messages)
-        message = {"content": reply_for(text, answer=str(hashed(text) % 7)), "role": "assistant"}
-        choice = dspy.dsp.utils.utils.dotdict(message=dspy.dsp.utils.utils.dotdict(message), finish_reason="stop")
-        return dspy.dsp.utils.utils.dotdict(choices=[choice], usage={}, model="fake")
+        return completion(reply_for(text, answer=str(hashed(text) % 7)))
 
 
 class Looks(Chain):
@@ -540,18 +538,13 @@ def test_a_program_that_fails_on_some_of_the_first_examples_goes_on(name: str, s
     assert details.total_metric_calls > 60
 
 
+@pytest.mark.parametrize("argument", ["lm", "reflection_lm"])
 @ours
-def test_a_model_that_does_not_exist_is_told_at_once(name: str) -> None:
-    with pytest.raises(RunAbortedError, match=r"(?s)nonsense-model.*Check the model's name"):
-        optimized(name, Chain(), lm=dspy.LM("nonsense-model", num_retries=0))
-
-
-@ours
-def test_a_reflection_model_that_does_not_exist_is_told_at_once(name: str) -> None:
+def test_a_model_that_does_not_exist_is_told_at_once(name: str, argument: str) -> None:
     lm = dspy.LM("nonsense-model", num_retries=0)
     with pytest.raises(RunAbortedError, match=r"(?s)nonsense-model.*Check the model's name") as caught:
-        optimized(name, Chain(), reflection_lm=lm)
-    assert caught.value.best_program is not None
+        optimized(name, Chain(), **{argument: lm})
+    assert (caught.value.best_program is not None) == (argument == "reflection_lm")
 
 
 # What is no score

@@ -138,13 +138,9 @@ class Looking(dspy.Module):
 def looking(directory: Path, reflection_at: int | None = None) -> tuple[Any, list[str]]:
     """What a lockstep run over pictures found, and the questions that its metric has scored."""
     picture, sound = dspy.Image("data:image/png;base64,aGVsbG8="), dspy.Audio(data="aGVsbG8=", audio_format="wav")
+    more, inputs = {"picture": picture, "sound": sound}, ("question", "picture", "sound")
     sets = {
-        name: [
-            dspy.Example(question=f"{name} {number}", picture=picture, sound=sound).with_inputs(
-                "question", "picture", "sound"
-            )
-            for number in range(4)
-        ]
+        name: [dspy.Example(question=f"{name} {number}", **more).with_inputs(*inputs) for number in range(4)]
         for name in ("trainset", "valset")
     }
     metric, options = Scored(), {"schedule": "lockstep", "student": Looking(), **sets}

@@ -82,15 +82,10 @@ def expected(table: list[list[float]]) -> tuple[Any, ...]:
 
 def order(table: list[list[float]], timing: int) -> list[str]:
     """The pool's texts in the order of their commits, where the frontier is what it has to be."""
-    options: dict[str, Any] = {
-        "candidate_selection_strategy": First(),
-        "reflection_minibatch_size": None,
-        "gepa_kwargs": {"batch_sampler": Turn()},
-        "skip_perfect_score": False,
-        "search": "pareto",
-        "use_merge": False,
-    }
-    program = play(Table(table, timing), 150, **options)
+    program = play(
+        Table(table, timing), 150, candidate_selection_strategy=First(), reflection_minibatch_size=None,
+        gepa_kwargs={"batch_sampler": Turn()}, skip_perfect_score=False, search="pareto", use_merge=False,
+    )  # fmt: skip
     assert frontier(program) == expected(table)
     return [one.steps[0].signature.instructions for one in program.detailed_results.candidates]
 

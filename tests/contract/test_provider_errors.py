@@ -9,7 +9,6 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import dspy
@@ -37,6 +36,7 @@ from tests.contract.surface import (
     check_ends,
     check_winner,
     compiled,
+    completion,
     problems,
     raising,
     simulated,
@@ -85,9 +85,7 @@ class Own(BaseLM):
         self.requests += 1
         if self.requests % 3 == 0:
             raise ConnectionResetError("reset by peer")
-        text = reply_for(str(messages), answer=str(1 + hashed(str(messages)) % 6))
-        message = SimpleNamespace(message=SimpleNamespace(content=text), finish_reason="stop")
-        return SimpleNamespace(choices=[message], usage={}, model="own")
+        return completion(reply_for(str(messages), answer=str(1 + hashed(str(messages)) % 6)))
 
 
 class Hiding(Chain):

@@ -160,20 +160,15 @@ def texts_of(program: Any) -> list[str]:
     return [predictor.signature.instructions for predictor in program.predictors()]
 
 
+def leave_if_perfect(event: Any) -> None:
+    if event["average_score"] == 1.0:
+        raise SystemExit
+
+
 def paid_until_perfect(directory: Path) -> int:
     """Leave a run in the moment in which a text has the perfect score; returns the metric calls that it has made."""
-    used: list[int] = []
-
-    class Leaves:
-        def on_budget_updated(self, event: Any) -> None:
-            used.append(event["metric_calls_used"])
-
-        def on_valset_evaluated(self, event: Any) -> None:
-            if event["average_score"] == 1.0:
-                raise SystemExit
-
     with pytest.raises(SystemExit):
-        compiled(Reflection(), 300, 20, log_dir=str(directory), gepa_kwargs={"callbacks": [Leaves()]})
+        compiled(Reflection(), 300, 20, log_dir=str(directory), gepa_kwargs=on("on_valset_evaluated", leave_if_perfect))
     [(calls,)] = sql(directory, "SELECT SUM(calls) FROM calls")
     return calls
 
@@ -271,14 +266,10 @@ def test_a_run_that_was_left_with_a_perfect_grown_text_writes_it_anew_once_when_
     def leave(text: str) -> str:
         raise SystemExit
 
-    def look(event: Any) -> None:
-        if event["average_score"] == 1.0:
-            raise SystemExit
-
-    left = leaves == "after its validation"
+    left = on("on_valset_evaluated", leave_if_perfect) if leaves == "after its validation" else {}
     first = Reflection(consolidates=leave)
     with pytest.raises(SystemExit):
-        compiled(first, 300, 20, log_dir=str(tmp_path), gepa_kwargs=on("on_valset_evaluated", look) if left else {})
+        compiled(first, 300, 20, log_dir=str(tmp_path), gepa_kwargs=left)
     second = Reflection()
     program = compiled(second, 300, 20, log_dir=str(tmp_path))
     assert second.reflections == 0

@@ -13,7 +13,7 @@ import pytest
 
 from dspy_flashevolve import RunAbortedError, Workflow
 from tests.broken_server import BrokenServer
-from tests.contract.surface import command, compiled
+from tests.contract.surface import command, compiled, completion
 from tests.fakes import Chain, hashed, reflection_lm, reply_for
 
 KEY, HEADER = "correct-horse-battery-staple", "let-me-into-the-gateway"
@@ -100,10 +100,8 @@ class Own(dspy.LM):
     def forward(self, prompt: Any = None, messages: Any = None, **kwargs: Any) -> Any:
         asked = "\n".join(message["content"] for message in messages)
         number = hashed(asked)
-        text = reply_for(asked, answer=f"{1 + number % 6}", new_instruction=f"{number} of me:{PASSWORD}@localhost")
-        dotdict = dspy.dsp.utils.utils.dotdict
-        choice = dotdict(message=dotdict(content=text, role="assistant"), finish_reason="stop")
-        return dotdict(choices=[choice], usage={}, model="own")
+        told = f"{number} of me:{PASSWORD}@localhost"
+        return completion(reply_for(asked, answer=f"{1 + number % 6}", new_instruction=told))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dspy's, of LMs with a forward of their own

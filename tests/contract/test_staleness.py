@@ -70,19 +70,6 @@ def test_with_any_search_and_policy_the_budget_holds_every_step_ends_and_the_win
 
 
 @pytest.mark.long
-def test_one_candidate_has_what_the_children_of_many_steps_learnt() -> None:
-    program = compiled(400)
-    stats, details = program.async_stats, program.detailed_results
-    assert stats.ended["integrated"] > 0
-    assert len(stats.changes) > 3
-    assert stats.integration_calls == 0, "what a child adds needs no LM to be put in"
-    assert details.val_aggregate_scores[details.best_idx] > details.val_aggregate_scores[0] + 0.3
-    for parents in details.parents[1:]:
-        assert parents
-        assert all(parent is not None and 0 <= parent < len(details.candidates) for parent in parents)
-
-
-@pytest.mark.long
 def test_in_equal_time_the_default_makes_a_better_program_than_lockstep() -> None:
     best = {}
     for schedule in ("async", "lockstep"):
@@ -552,6 +539,7 @@ def test_changes_are_told_as_they_were_proposed() -> None:
     world = Rules()
     stats = play(world, 600).async_stats
     assert len(stats.changes) > 5
+    assert stats.integration_calls == 0, "what a child adds needs no LM to be put in"
     assert {change.part for change in stats.changes} <= {f"- rule {number}" for number in range(world.rules)}
     assert len({change.part for change in stats.changes}) == len(stats.changes), "equal changes are one"
     for change in stats.changes:

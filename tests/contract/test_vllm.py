@@ -50,18 +50,11 @@ def test_a_run_on_a_real_vllm_stays_in_its_budget_and_validates_its_winner() -> 
     served: dict[str, Any] = {"api_base": BASE, "api_key": "none", "cache": False}
     data = [dspy.Example(topic=f"a {word}", word=word).with_inputs("topic") for word in WORDS]
     before = generated_tokens()
-    optimizer = AsyncGEPA(
-        metric,
-        max_metric_calls=30,
-        reflection_minibatch_size=2,
-        num_threads=8,
-        track_stats=True,
-        reflection_lm=dspy.LM(f"openai/{model}", max_tokens=200, temperature=1.0, **served),
-    )
-    with dspy.context(
-        lm=dspy.LM(f"openai/{model}", max_tokens=60, temperature=0.0, **served),
-        adapter=dspy.ChatAdapter(use_json_adapter_fallback=False),
-    ):
+    reflecting = dspy.LM(f"openai/{model}", max_tokens=200, temperature=1.0, **served)
+    settings: dict[str, Any] = {"max_metric_calls": 30, "reflection_minibatch_size": 2, "num_threads": 8}
+    optimizer = AsyncGEPA(metric, reflection_lm=reflecting, track_stats=True, **settings)
+    task, adapter = dspy.LM(f"openai/{model}", max_tokens=60, temperature=0.0, **served), dspy.ChatAdapter
+    with dspy.context(lm=task, adapter=adapter(use_json_adapter_fallback=False)):
         program: Any = optimizer.compile(dspy.Predict("topic -> answer"), trainset=data[:3], valset=data[3:])
     stats, details = program.async_stats, program.detailed_results
     assert 3 < stats.metric_calls <= 30

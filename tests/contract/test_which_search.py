@@ -10,14 +10,14 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import dspy
 import pytest
 
 from dspy_flashevolve import AsyncGEPA, EditedText
-from tests.contract.surface import Interpreter, check_ends, code_lm, evolved, facts
+from tests.contract.surface import Interpreter, check_ends, code_lm, evolved, facts, listening
 from tests.contract.test_edits import Reflection, score, text_of, tidy
 from tests.contract.test_replies import field, reply, rules_in
 from tests.contract.worlds import Rules, play
@@ -198,18 +198,13 @@ class Notes:
 
 
 @pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What a run logs, of this package and where dspy.GEPA logs."""
     told: list[str] = []
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
-
-    for name in ("dspy", "dspy.teleprompt.gepa.gepa", "dspy_flashevolve"):
-        monkeypatch.setattr(logging.getLogger(name), "handlers", [Lines()])
+    for name in ("dspy", "dspy_flashevolve"):
         monkeypatch.setattr(logging.getLogger(name), "level", logging.INFO)
-    return told
+    with listening(lambda record: told.append(record.getMessage()), "dspy", "dspy_flashevolve"):
+        yield told
 
 
 @pytest.mark.parametrize("search", ["edits", "pareto"])
