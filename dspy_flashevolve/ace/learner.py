@@ -65,14 +65,8 @@ class AceSettings:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One run of the program on an example.
-
-    Args:
-        score: higher is better.
-        steps: outputs of its predictors in order, as text for a reflector.
-        feedback: of the metric, or else the example's labels.
-        cited: ids of the bullets of its playbook that it cited.
-    """
+    """One run of the program on an example: its score, the outputs of its predictors as text, feedback, and the ids of
+    the bullets that it cited."""
 
     score: float
     steps: str
@@ -82,13 +76,8 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Reflection:
-    """What a reflector says of an attempt.
-
-    Args:
-        text: what went wrong, the right approach and the insight; empty where nothing could be read.
-        tags: (id of a cited bullet, tag).
-        problems: parts of the reply that could not be used.
-    """
+    """What a reflector says of an attempt: text, tags of cited bullets, and the parts of the reply that could not be
+    used."""
 
     text: str
     tags: Tags = ()
@@ -99,15 +88,8 @@ class Reflection:
 class Sample:
     """A training example with what has been tried and learnt so far.
 
-    Args:
-        example: the example of the training set or stream.
-        index: position of the example in the data.
-        playbook: the playbook that the first attempt is given.
-        place: number of the sample in its epoch, or in the stream, from 1.
-        total: samples of an epoch; None for a stream.
-        window: number of its window in a stream; None for a training set.
-        attempts: the attempts so far, oldest first.
-        reflections: the reflection on each attempt, in the same order.
+    Its ``place`` is its number in its epoch of ``total`` samples, or in the stream, from 1; ``window`` is that of a
+    stream. Attempts and the reflections on them are in order.
     """
 
     example: Any
@@ -137,13 +119,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """The changes of the playbook that a sample leads to.
-
-    Args:
-        operations: written by a curator.
-        seen: version of the playbook that they were written for.
-        problems: parts of the reply that could not be read.
-    """
+    """Operations that a curator wrote for version ``seen`` of the playbook, and what could not be read of its reply."""
 
     operations: tuple[Operation, ...]
     seen: int
@@ -155,14 +131,6 @@ class Learner:
 
     Parts of a reply that cannot be used become problems, not errors. Only a request that the provider does not answer
     raises.
-
-    Args:
-        run: gives slots and the journal.
-        settings: the arguments of the optimizer.
-        modules: stage -> its module, and the LM for that module.
-        student: the program; it is not changed.
-        names: names of the predictors that get the playbook.
-        valset: the examples that playbooks are scored on.
     """
 
     def __init__(
@@ -280,14 +248,7 @@ class Learner:
         )
 
     async def validate(self, step: Step, playbook: Playbook, pays: Reservation) -> list[float]:
-        """Return the scores of the program with a playbook on the validation set.
-
-        Args:
-            pays: reservation for the rollouts that an interrupted run has not paid.
-
-        Raises:
-            RolloutUnresolvedError: the provider gave no answer for an example.
-        """
+        """Return the scores of the program with a playbook on the validation set, paid by a reservation."""
         candidate = self.candidate(playbook.render())
         rollouts = await self._run.evaluate("evaluate", step, self._plain, candidate, self._valset, pays=pays)
         return [rollout.score for rollout in rollouts]
@@ -297,8 +258,8 @@ class Learner:
     ) -> tuple[Any, int, list[Problem]]:
         """Return the reply of a stage's module, the playbook's version that it was written for, and its problems.
 
-        The version is part of the journal's record: a run that goes on reads the reply with the version of that time.
-        A module that raises is a problem and not an error, and its reply is empty.
+        The version is part of the journal's record: a run that goes on reads the reply with the version of that time. A
+        module that raises is a problem and not an error, and its reply is empty.
         """
         module, lm = self._modules[stage]
         asked = await self._run.call_module(
@@ -333,12 +294,7 @@ def with_playbook(student: Module, names: Sequence[str], playbook: Playbook) -> 
 
 
 def playbook_in(student: Module, names: Sequence[str], sections: Sequence[str]) -> Playbook:
-    """Return the playbook in a student's instructions; an empty one where it has none.
-
-    Args:
-        names: names of the predictors that get the playbook.
-        sections: sections to add to those of its bullets.
-    """
+    """Return the playbook in the instructions of a student's predictors; an empty one where they have none."""
     predictors: list[tuple[str, Any]] = student.named_predictors()
     texts: list[str] = [predictor.signature.instructions for name, predictor in predictors if name in names]
     playbooks = (Playbook.from_instructions(text, sections) for text in texts)

@@ -197,11 +197,6 @@ class PlaybookWriter:
     """The one writer of a run: it holds the newest playbook and counts what changed it.
 
     It is called on the run's event loop only, and awaits nothing, so that a lesson is applied as a whole.
-
-    Args:
-        playbook: the playbook to begin with.
-        token_budget: most tokens of the rendered playbook.
-        count_tokens: counts the tokens of a text.
     """
 
     def __init__(self, playbook: Playbook, token_budget: int, count_tokens: CountTokens) -> None:

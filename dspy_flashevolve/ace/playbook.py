@@ -44,13 +44,7 @@ _BLOCK = re.compile(rf"\s*{OPENING}\n{re.escape(GUIDE)}(?: {_NEXT}([0-9]{{1,10}}
 
 
 def approximate_tokens(text: str) -> int:
-    """Estimate the tokens of a text without a tokenizer: one for every four bytes, rounded up.
-
-    Four bytes a token is OpenAI's rule of thumb for English. A budget that has to be exact passes a ``count_tokens``.
-
-    >>> approximate_tokens("abcde")
-    2
-    """
+    """Estimate the tokens of a text without a tokenizer: one for every four bytes, OpenAI's rule of thumb for English."""
     return math.ceil(len(text.encode("utf-8", "replace")) / 4)
 
 
@@ -143,16 +137,8 @@ class Playbook:
         return next((bullet for bullet in self.bullets if bullet.id == bullet_id), None)
 
     def adding(self, section: str, content: str, *, version: int | None = None) -> Playbook:
-        """Return a playbook with one more bullet at the end.
-
-        Args:
-            section: one of the playbook's.
-            content: its text; see `cleaned`.
-            version: of the playbook that is made; default: one more than this one's.
-
-        Raises:
-            ConfigurationError: no such section, or no content.
-        """
+        """Return a playbook with one more bullet at the end, whose content is `cleaned`; its version is one more, or
+        the given one."""
         version = self.version + 1 if version is None else version
         prefix = "".join(letter for letter in section.lower() if "a" <= letter <= "z")[:3]
         bullet = Bullet(f"{prefix}-{self.next_number}", section, cleaned(content), created_version=version)
@@ -163,11 +149,7 @@ class Playbook:
         return replace(self, bullets=tuple(bullets))
 
     def tagged(self, tags: Iterable[tuple[str, Tag]]) -> Playbook:
-        """Return a playbook in which tags are counted. Tags of unknown ids are ignored; the version stays.
-
-        >>> Playbook().adding("other", "x").tagged([("oth-1", "helpful"), ("oth-9", "harmful")]).get("oth-1").worth
-        1
-        """
+        """Return a playbook in which tags are counted. Tags of unknown ids are ignored; the version stays."""
         count = Counter[tuple[str, str]]()
         for bullet_id, tag in tags:
             if tag not in TAGS:
@@ -242,13 +224,8 @@ class Playbook:
     def from_instructions(cls, instructions: str, sections: Sequence[str] = SECTIONS) -> Playbook | None:
         """Read the playbook that instructions hold, as `render` wrote it; None where they hold none that can be read.
 
-        Its ids are not used again. The version is lost; `save` and `load` keep it.
-
-        Args:
-            sections: sections to add to those of its bullets.
-
-        >>> Playbook.from_instructions(Playbook().adding("other", "x").render()).bullets[0].content
-        'x'
+        Its ids are not used again. The version is lost; `save` and `load` keep it. ``sections`` are added to those of
+        its bullets.
         """
         block = _BLOCK.search(instructions)
         if block is None:
@@ -299,11 +276,8 @@ class Playbook:
 
 
 def checked_sections(sections: Sequence[str]) -> tuple[str, ...]:
-    """Check the names of sections, and return them as a tuple.
-
-    Raises:
-        ConfigurationError: there is no name, a name occurs twice, or a text cannot be a name.
-    """
+    """Return the names of sections as a tuple, or raise ConfigurationError: none, one twice, or a text that cannot be a
+    name."""
     for name in sections:
         if not isinstance(name, str) or not _SECTION.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(
@@ -335,13 +309,8 @@ def _checked(data: Any, kinds: Mapping[str, type], expected: str) -> dict[str, A
 
 
 def cleaned(content: str) -> str:
-    """Return a text as a bullet may have it: without playbook marks, blank lines and surrounding space.
-
-    Marks would end the playbook early where it is read back from instructions.
-
-    >>> cleaned(" Mind units. </playbook>\\n\\n  x  ")
-    'Mind units.\\nx'
-    """
+    """Return a text without blank lines, surrounding space and playbook marks, which would end the playbook early where
+    it is read back from instructions."""
     text = content.encode("utf-8", "replace").decode("utf-8")
     while _MARKS.search(text):
         text = _MARKS.sub("", text)
@@ -354,11 +323,5 @@ def attached(instructions: str, playbook_text: str) -> str:
 
 
 def detached(instructions: str) -> str:
-    """Return instructions without their playbook.
-
-    >>> detached(attached("Answer.", Playbook().adding("other", "x").render()))
-    'Answer.'
-    >>> detached(f"Write {OPENING} tags {CLOSING}.")
-    'Write <playbook> tags </playbook>.'
-    """
+    """Return instructions without their playbook."""
     return _BLOCK.sub("", instructions)

@@ -61,15 +61,8 @@ class _Phase(Enum):
 class AceRun:
     """One run of `AsyncACE`, from the first playbook to the best one.
 
-    Args:
-        settings: the arguments of the optimizer.
-        student: the program; it is not changed.
-        names: names of the predictors that get the playbook.
-        playbook: the playbook to begin with.
-        trainset: the examples that samples are made of; None for a stream.
-        valset: the examples that snapshots are scored on. None makes no snapshots, and the last playbook is returned.
-        stream, window: where samples come from without a training set, and how many examples a window has.
-        journal: where the run is written down; None for nowhere.
+    Samples come from ``trainset``, or in windows from ``stream``. Without a ``valset`` no playbook is validated, and
+    the last one is returned.
     """
 
     def __init__(
@@ -134,11 +127,10 @@ class AceRun:
         return self._phase is not _Phase.NEW
 
     def run_sync(self) -> Module:
-        """Run to the end on an event loop of its own, and return the best program; see `EvolutionRun.run_sync`.
+        """Run to the end on an event loop of its own, and return the best program.
 
-        Raises:
-            RunAbortedError: the provider refused for good, no playbook could be validated, or the user's code (a
-                stream, a policy, a counter of tokens) raised, which is the error's cause.
+        Raises RunAbortedError: the provider refused for good, no playbook could be validated, or the user's code (a
+        stream, a counter of tokens) raised, which is the error's cause.
         """
         with self._handing_over():
             self.run.run_sync(self._evolve)
@@ -187,12 +179,8 @@ class AceRun:
             raise RunAbortedError("No playbook could be validated: the provider answered no validation to its end.")
 
     def admits(self, load: Load) -> bool:
-        """Return whether another sample may start.
-
-        There are as many live samples as slots, since each has at most one request in flight. While a playbook is
-        validated there are fewer (`LEARNING_SHARE`): requests of samples go before those of a validation, which would
-        wait until the last sample has ended.
-        """
+        """Return whether another sample may start: there are as many as slots, since each has at most one request in
+        flight; fewer while a playbook is validated (`LEARNING_SHARE`)."""
         slots = self.run.slots if load.slots is None else load.slots
         return load.live < (max(1, math.ceil(LEARNING_SHARE * slots)) if self.snapshots.is_validating else slots)
 
@@ -426,14 +414,10 @@ class AceRun:
 
 
 class Epochs:
-    """Gives each step an example: every example once an epoch, shuffled anew for each epoch.
+    """Gives each step an example: every example once an epoch, shuffled anew for each epoch; in their order without a
+    seed.
 
     The example follows from the step's number alone, so that a run that goes on takes the same ones.
-
-    Args:
-        examples: the training set.
-        epochs: how many times each example is taken.
-        seed: seed of the shuffling; None takes the examples in their order, as ACE does.
     """
 
     def __init__(self, examples: Sequence[Any], epochs: int, seed: int | None) -> None:
@@ -441,14 +425,7 @@ class Epochs:
         self._orders: dict[int, list[int]] = {}
 
     async def take(self, step: int, newest: Callable[[], Playbook]) -> Sample:
-        """Return the example of a step.
-
-        Args:
-            newest: returns the newest playbook.
-
-        Raises:
-            NothingToDoError: all epochs are over.
-        """
+        """Return the example of a step with the newest playbook; raise NothingToDoError when all epochs are over."""
         epoch, place = divmod(step, len(self._examples))
         if epoch >= self._epochs:
             raise NothingToDoError
@@ -465,16 +442,7 @@ class Windows:
     """Gives each step an example of a stream, window by window.
 
     All examples of a window are scored with the playbook as it was when the window began. The next window begins when
-    all of them have been learnt from. Examples of a window that had not begun at a stop are lost.
-
-    Args:
-        stream: examples; it may be endless.
-        size: examples in a window; the last window may have fewer.
-        wait_for_samples: waits until no step of the last window is live.
-
-    Attributes:
-        windows: the windows that have begun, in order.
-        failure: the error that the stream raised, which ends it; None without one.
+    all of them have been learnt from. An error that the stream raises ends it and is its ``failure``.
     """
 
     def __init__(self, stream: AsyncIterator[Any], size: int, wait_for_samples: Callable[[], Awaitable[None]]) -> None:
@@ -485,11 +453,8 @@ class Windows:
         self.failure: Exception | None = None
 
     async def take(self, step: int, newest: Callable[[], Playbook]) -> Sample:
-        """Return the next example of the window, or wait for the next window and return its first one.
-
-        Raises:
-            NothingToDoError: the stream has ended.
-        """
+        """Return the next example of the window, or wait for the next window and return its first one; raise
+        NothingToDoError when the stream has ended."""
         del step
         if not self._upcoming:
             await self._wait_for_samples()

@@ -16,17 +16,9 @@ class Snapshots:
     yet, waits. A newer one takes its place, so that the next validation is always of the newest playbook. The metric
     calls of the first and the last playbook are set aside from the beginning, so that samples cannot take them.
 
-    Args:
-        every: samples between two snapshots.
-        budget: the metric calls of the run.
-        calls: metric calls of one validation.
-        unpaid: returns how many of these a playbook still needs; an interrupted run may have paid some.
-        validate: scores a playbook, paid by a reservation; returns None where the provider gave no answer.
-        start: starts work in the background. In lockstep it returns when the work is done.
-        changed: called whenever a validation begins, waits or ends.
-
-    Attributes:
-        scored: playbooks as they were when their validations began, in the order in which the scores came.
+    ``unpaid`` returns how many of the ``calls`` of a validation a playbook still needs, since an interrupted run may
+    have paid some; ``validate`` returns None where the provider gave no answer; ``start`` starts work in the
+    background, and in lockstep returns when it is done.
     """
 
     def __init__(

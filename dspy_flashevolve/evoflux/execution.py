@@ -211,11 +211,8 @@ class Executor:
     async def run(self, workflow: Workflow, final: bool = False) -> Execution:
         """Run a workflow; what goes wrong is an error of its node.
 
-        Reading nodes run together as soon as what they need has run; a writing node runs alone, in its turn.
-
-        Args:
-            workflow: one that has a cycle leaves its nodes out.
-            final: run writing tools on the real state. At most once for a question.
+        Reading nodes run together as soon as what they need has run; a writing node runs alone, in its turn. Where it
+        is ``final``, at most once for a question, writing tools run on the real state.
         """
         if final:
             self.kept_calls = 0

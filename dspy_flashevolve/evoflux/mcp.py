@@ -74,10 +74,8 @@ class DirectoryWorld:
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a tool on this directory. A server that ended or gives no answer is started anew for the next call.
 
-        Other calls of that server, which may be writing, come to their end first.
-
-        Raises:
-            ConnectionError: the server ended.
+        Other calls of that server, which may be writing, come to their end first. Raises ConnectionError: the server
+        ended.
         """
         server = self._server_of[name]
         session = await self._session(server)
@@ -203,11 +201,8 @@ def _has_no_server(error: BaseException | None) -> bool:
 
 
 def _links(place: Path, root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each link of a directory ``root``, or of its copy at ``place``, with its target relative to the link.
-
-    Raises:
-        ConfigurationError: it leads out of ``root``, or there is something that cannot be copied.
-    """
+    """Yield each link of a directory ``root``, or of its copy at ``place``, with its target relative to the link;
+    refuse one that leads out of ``root``, and what cannot be copied."""
     for folder, folders, files in os.walk(place):
         for path in (Path(folder, name) for name in (*folders, *files)):
             origin, mode = root / path.relative_to(place), path.lstat().st_mode

@@ -50,18 +50,8 @@ class PlanError(ValueError):
 
 
 def as_python(workflow: Workflow, names: Mapping[str, str] | None = None) -> str:
-    """Write a workflow as a plan, in the order in which it runs, those of a cycle last.
-
-    Args:
-        names: tool -> how Python calls it. Default: as :func:`~.tools.python_name` says.
-
-    >>> print(as_python(Workflow.from_json([
-    ...     {"id": "a", "tool": "find", "parameters": {"name": "tea"}},
-    ...     {"id": "b", "tool": "price", "parameters": {"id": {"$ref": "a.rows.0.id"}}},
-    ... ])))
-    a = find(name='tea')
-    b = price(id=a['rows'][0]['id'])
-    """
+    """Write a workflow as a plan, in the order in which it runs, those of a cycle last; ``names`` says how Python calls
+    a tool."""
     ordered = workflow.ordered()
     lines: list[str] = []
     for node in (*ordered, *(node for node in workflow.nodes if node not in ordered)):
@@ -97,13 +87,7 @@ def read_plan(text: str, tools: Mapping[str, ToolSpec], inputs: Mapping[str, Any
     ``+`` and f-strings. Of a call in an argument a node is made; of one that only reads and that an earlier line makes,
     too, that line's result is taken.
 
-    Args:
-        text: the reply.
-        tools: what may be called.
-        inputs: of the question, by name.
-
-    Raises:
-        PlanError: it says something that a workflow cannot, or has no call.
+    Raises PlanError: it says something that a workflow cannot, or has no call.
     """
     if len(text) > LONGEST_PLAN:
         raise PlanError(f"the plan has {len(text):,} characters, expected at most {LONGEST_PLAN:,}")
@@ -160,11 +144,7 @@ def _data_in(code: str) -> Any:
 
 
 def _check_fields(given: Any) -> None:
-    """Refuse nodes in JSON that say more than is read: what is not read would be lost.
-
-    Raises:
-        PlanError: a node has a list or an object under an unknown name, or numbers that are none of JSON.
-    """
+    """Refuse nodes in JSON that say more than is read, which would be lost, or that have numbers that are none of JSON."""
     nodes = cast("dict[str, Any]", given).get("nodes") if isinstance(given, dict) else given
     for node in cast("list[Any]", nodes) if isinstance(nodes, list) else []:
         fields = cast("dict[str, Any]", node) if isinstance(node, dict) else {}
@@ -191,12 +171,7 @@ def _depth(value: Any) -> int:
 
 
 class _Reader:
-    """Reads one plan.
-
-    Args:
-        tools: what may be called.
-        inputs: of the question, by name.
-    """
+    """Reads one plan."""
 
     def __init__(self, tools: Mapping[str, ToolSpec], inputs: Mapping[str, Any]) -> None:
         self._specs = tools
@@ -279,8 +254,7 @@ class _Reader:
     def _value(self, given: ast.expr, name: str | None = None) -> Any:
         """Read an expression as a parameter's value, with references; of calls in it nodes are made.
 
-        Args:
-            name: of the result that a line assigns; empty where it assigns none, None inside another expression.
+        ``name`` is that of the result that a line assigns; empty where it assigns none, None inside another expression.
         """
         if isinstance(given, ast.Await):
             return self._value(given.value, name)

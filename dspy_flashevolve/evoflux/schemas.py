@@ -97,15 +97,11 @@ def fault_of_schema(schema: Schema | None) -> str:
 
 
 def faults_of(value: Any, schema: Schema, opaque: Sequence[Path] = ()) -> list[Fault]:
-    """List where a value does not satisfy a schema, at most the first MOST_FAULTS.
+    """List where a value does not satisfy a JSON Schema (draft 2020-12), at most the first MOST_FAULTS.
 
-    Args:
-        value: of JSON's types.
-        schema: a JSON Schema, draft 2020-12. What is malformed in it says nothing.
-        opaque: paths of values that are not known yet: nothing is said of them, nor of what depends on them.
+    Nothing is said of values at ``opaque`` paths, which are not known yet, nor of what depends on them.
 
-    Raises:
-        TooMuchWorkError: this takes too many steps.
+    Raises TooMuchWorkError: this takes too many steps.
     """
     unknown, around = set(opaque), {path[:length] for path in opaque for length in range(len(path) + 1)}
     faults: dict[Fault, None] = {}
@@ -200,8 +196,7 @@ def _is(value: Any, kind: str) -> bool:
 def _matches(pattern: str, text: str, work: _Work) -> bool | None:
     """Whether a pattern is found in a text; None where it is none that is matched in linear time.
 
-    The engine is Rust's, by pydantic. Its time is the product of the text's length and the pattern's states, which are
-    few where only single characters are repeated a given number of times.
+    The engine is Rust's, by pydantic: its time is the product of the text's length and the pattern's states.
     """
     states = len(pattern) + sum(int(count[:9]) for count in re.findall(r"\d+", pattern))
     states *= _CLASS_STATES if re.search(r"\\[wWdDsSpP]", pattern) else 1

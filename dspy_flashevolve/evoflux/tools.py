@@ -85,8 +85,7 @@ def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 def as_json(value: Any) -> Any:
     """Return a tool's output as JSON's types; text that is a JSON or Python object or list is read as one.
 
-    Raises:
-        ValueError: it is something that JSON cannot say, or it contains NaN, an infinity or itself.
+    Raises ValueError: JSON cannot say it, or it contains NaN, an infinity or itself.
     """
     value = to_jsonable_python(value)
     text = value.strip() if isinstance(value, str) else ""
@@ -100,12 +99,7 @@ def as_json(value: Any) -> Any:
 
 
 def spec_of(tool: Any, effect: Effect | None = None) -> ToolSpec:
-    """Describe a ``dspy.Tool``, or a function with type hints.
-
-    Args:
-        tool: its return annotation gives the output's schema.
-        effect: what it does. None counts as "write", the one that is safe not to know.
-    """
+    """Describe a ``dspy.Tool``, or a function with type hints; without an effect it counts as "write", which is safe."""
     made = tool if isinstance(tool, dspy.Tool) else dspy.Tool(tool)
     try:
         signature = dict(inspect.signature(made.func).parameters)
@@ -146,13 +140,7 @@ def _returned(function: Callable[..., Any]) -> Schema | None:
 
 
 def spec_of_mcp(session: Any, tool: Any, effect: Effect | None = None) -> ToolSpec:
-    """Describe a tool of an MCP session by its own specification, which ``dspy.Tool`` does not keep.
-
-    Args:
-        session: calls it.
-        tool: what the server lists.
-        effect: what it does. None: as its annotations say, else "write".
-    """
+    """Describe a tool of an MCP session by its own specification, which ``dspy.Tool`` does not keep."""
 
     async def call(**arguments: Any) -> Any:
         return await call_mcp(session, tool.name, arguments)
@@ -166,11 +154,7 @@ def spec_of_mcp(session: Any, tool: Any, effect: Effect | None = None) -> ToolSp
 
 
 async def tools_of(session: Any) -> list[Any]:
-    """List the tools of an MCP session, of all its pages.
-
-    Raises:
-        RuntimeError: there are more than MOST_PAGES.
-    """
+    """List the tools of an MCP session, of all its pages."""
     page = await session.list_tools()
     tools = list(page.tools)
     for _ in range(MOST_PAGES):
@@ -185,8 +169,7 @@ async def tools_of(session: Any) -> list[Any]:
 async def call_mcp(session: Any, name: str, arguments: Mapping[str, Any]) -> Any:
     """Call a tool of an MCP session; return its structured content, else its text; of what is no text, its kind.
 
-    Raises:
-        RuntimeError: the server reported an error of the tool.
+    Raises RuntimeError: the server reported an error of the tool.
     """
     result = await result_of(session, name, arguments)
     if result.structuredContent is not None and not result.isError:
@@ -215,17 +198,13 @@ async def result_of(session: Any, name: str, arguments: Mapping[str, Any]) -> An
 async def catalogue_of(
     given: Sequence[Any], effects: Mapping[str, Effect] | Effect | None = None
 ) -> dict[str, ToolSpec]:
-    """List the tools there are now: of dspy, functions, and those of MCP sessions.
+    """List the tools there are now: of dspy, functions, specifications, and those of MCP sessions.
 
-    A tool whose schema is too large or too deep is left out, with a warning that names it.
+    A tool whose schema is too large or too deep is left out, with a warning that names it. ``effects`` go before a
+    server's annotations.
 
-    Args:
-        given: ``dspy.Tool`` objects, functions, tool specifications, or MCP sessions.
-        effects: name -> what the tool does, or what all of them do; goes before a server's annotations.
-
-    Raises:
-        ConfigurationError: two tools of one name, or an effect that does not exist.
-        RuntimeError: a session did not list its tools in time.
+    Raises ConfigurationError: two tools of one name, or an effect that does not exist; RuntimeError: a session did not
+    list its tools in time.
     """
     known = get_args(Effect)
     for effect in effects.values() if isinstance(effects, Mapping) else filter(None, [effects]):
@@ -308,11 +287,7 @@ def parameters_of(spec: ToolSpec) -> list[str]:
 
 
 def stub_of(spec: ToolSpec, name: str | None = None) -> str:
-    """Describe a tool for a planner, as the stub of a Python function with a comment.
-
-    Args:
-        name: how Python calls it; default as :func:`python_name` says.
-    """
+    """Describe a tool for a planner, as the stub of a Python function with a comment."""
     root, fields = spec.input_schema, properties_of(spec.input_schema)
     required, parts = required_of(root), iter(range(20 * _MOST_PARTS))
     parameters: list[str] = []

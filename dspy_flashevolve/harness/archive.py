@@ -45,11 +45,7 @@ OVERVIEW_CHARACTERS = 300
 
 
 def context_tokens(outcome: Outcome) -> float:
-    """Return the tokens of all prompts that a harness sent for one example, as the host counted them.
-
-    >>> context_tokens(Outcome(fields={}))
-    0.0
-    """
+    """Return the tokens of all prompts that a harness sent for one example, as the host counted them."""
     return float(sum(call.prompt_tokens for call in outcome.calls))
 
 
@@ -143,10 +139,9 @@ def pareto_front(points: Mapping[int, tuple[float, float]]) -> tuple[int, ...]:
 
 
 class Archive:
-    """Candidates by number, in the order of their admission, and their files. Only `HarnessRun.admit` changes it.
+    """Candidates by number, in the order of their admission, and their files, which are written to ``log_dir``, too.
 
-    Args:
-        log_dir: directory in which the files are written, too; None for nowhere.
+    Only `HarnessRun.admit` changes it.
     """
 
     def __init__(self, log_dir: Path | None = None) -> None:
@@ -170,11 +165,7 @@ class Archive:
 
     @property
     def best(self) -> int:
-        """Number of the candidate with the best score; of equal scores the cheapest one, then the first.
-
-        Raises:
-            IndexError: the archive is empty.
-        """
+        """Number of the candidate with the best score; of equal scores the cheapest one, then the first."""
         return self.front[0]
 
     @property
@@ -201,13 +192,10 @@ class Archive:
         return without_surrogates("\n".join(cut) or "The archive is empty.")
 
     def add(self, candidate: Checked) -> int:
-        """Admit a candidate, or keep one that failed, so that proposers do not repeat its mistake.
+        """Admit a candidate, or keep one that failed, so that proposers do not repeat its mistake. Return its number
+        among these.
 
-        Returns:
-            Its number among the admitted candidates, or among the failed ones.
-
-        Raises:
-            JournalError: ``log_dir`` cannot be written.
+        Raises JournalError: ``log_dir`` cannot be written.
         """
         if isinstance(candidate, Failed):
             folder, number = "failed", len(self.failed)
@@ -284,10 +272,9 @@ def _page_of(lines: Sequence[str], advice: str = "") -> str:
 
 
 def tools_of(archive: Archive, drafts: Mapping[str, str] | None = None) -> list[Callable[..., str]]:
-    """Return the tools by which a proposer reads. They work in any thread, and return text where they are misused.
+    """Return the tools by which a proposer reads the archive and its drafts (path -> text, which may change meanwhile).
 
-    Args:
-        drafts: path -> text of further files, which may change meanwhile.
+    They work in any thread, and return text where they are misused.
     """
 
     def files() -> Mapping[str, str]:
@@ -376,11 +363,7 @@ class DraftError(ValueError):
 
 
 def draft_path(name: object) -> str:
-    """Return the path of a draft, whose name may be given as that path.
-
-    >>> draft_path("votes"), draft_path("drafts/votes.py")
-    ('drafts/votes.py', 'drafts/votes.py')
-    """
+    """Return the path of a draft, whose name may be given as that path."""
     return f"drafts/{str(name).strip().removeprefix('drafts/').removesuffix('.py')}.py"
 
 
@@ -446,11 +429,7 @@ def _parts_of(reply: str) -> Iterator[tuple[str | None, str]]:
 
 
 def _drafts_named_in(line: str) -> list[str]:
-    """Return the drafts that a line submits; none where it is no list of names.
-
-    >>> _drafts_named_in("1. **Draft:** `votes`, drafts/plan.py."), _drafts_named_in("Draft: a plan and a vote")
-    (['votes', 'drafts/plan.py'], [])
-    """
+    """Return the drafts that a line submits; none where it is no list of names."""
     match = _SUBMITS.fullmatch(re.sub(r"[*`\"'>]", "", line).strip())
     parts = re.split(r"[,;]|\band\b|\bdrafts?\s*:", match[1], flags=re.IGNORECASE) if match else []
     names = [name for part in parts if (name := part.strip().rstrip("."))]
@@ -460,14 +439,9 @@ def _drafts_named_in(line: str) -> list[str]:
 def draft_of(source: str, inputs: Iterable[str] = (), parents: Sequence[int] = (), direction: str = "") -> Draft:
     """Check a source without running it, and return it as a draft.
 
-    Args:
-        source: Python, with comments ``# name:``, ``# hypothesis:`` and ``# based on:``.
-        inputs: names of the inputs that ``forward`` must accept.
-        parents: the numbers that ``# based on:`` may name; others are ignored.
-        direction: see `Draft`.
-
-    Raises:
-        DraftError: it is not Python, has not exactly one module, or imports what a harness may not import.
+    Its comments are ``# name:``, ``# hypothesis:`` and ``# based on:``, which may name ``parents``. Raises DraftError:
+    it is not Python, has not exactly one module whose ``forward`` accepts the inputs, or imports what a harness may not
+    import.
     """
     if len(source) > MOST_CHARACTERS:
         raise DraftError(f"the source has {len(source)} characters, at most {MOST_CHARACTERS} are read")
@@ -499,10 +473,7 @@ def drafts_in(
 ) -> tuple[list[Draft], list[str]]:
     """Return the drafts among the sources of a reply, at most ``count``, and the problems of the others.
 
-    Args:
-        sources: of `sources_in`; at most twice ``count`` are looked at.
-        inputs: names of the program's input fields.
-        admitted: the archive's candidates when the reply came. Their sources are not evaluated again.
+    At most twice ``count`` are looked at. What was admitted when the reply came is not evaluated again.
     """
     numbers = {candidate.draft.source.strip(): number for number, candidate in enumerate(admitted)}
     drafts: list[Draft] = []
@@ -526,10 +497,7 @@ def _module_class(tree: ast.Module) -> ast.ClassDef:
 
 
 def _is_module(base: ast.expr) -> bool:
-    """Return whether a base class is ``Module`` or ``dspy.Module``.
-
-    Not by `ast.unparse`, which recurses: an expression may be nested more deeply than Python's stack.
-    """
+    """Return whether a base class is ``Module`` or ``dspy.Module``; `ast.unparse` would exhaust the stack on some."""
     if isinstance(base, ast.Attribute):
         return base.attr == "Module" and isinstance(base.value, ast.Name) and base.value.id == "dspy"
     return isinstance(base, ast.Name) and base.id == "Module"

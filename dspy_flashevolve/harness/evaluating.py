@@ -75,14 +75,8 @@ MESSAGE_CHARACTERS = 1000
 class HarnessTask:
     """The task that candidates are to solve.
 
-    Args:
-        signature: its inputs and outputs.
-        seed: the student as the first candidate.
-        lm: the student's own LM; None for the configured one.
-        trainset: examples whose labels proposers and ``learn`` may see.
-        valset: examples that candidates are scored on; only the metric sees their labels.
-        lessons: the training examples that are not in the valset, which ``learn`` is given.
-        memory: the memory that the student has, if it is a `Harness`. Other candidates do not get it.
+    ``lessons`` are the training examples that are not in the valset, which ``learn`` is given. ``memory`` is that of a
+    student which is a `Harness`; other candidates do not get it.
     """
 
     signature: Any
@@ -115,12 +109,7 @@ class HarnessTask:
 
 
 def task_of(student: Any, trainset: Any, valset: Any) -> HarnessTask:
-    """Make a task of a student and its data.
-
-    Raises:
-        ConfigurationError: the student is of a kind whose source is not known.
-        DataError: there are no data, or they do not fit the student.
-    """
+    """Make a task of a student and its data; refuse those that cannot be used."""
     signature, source, lm = _source_of(student)
     check_data(student, trainset, None, valset)
     train: list[Example] = list(trainset)
@@ -227,17 +216,7 @@ class _Disqualified(Exception):
 
 
 class Evaluations:
-    """Runs candidates in the sandbox, in the run's slots, and scores them.
-
-    Args:
-        settings: the arguments of the optimizer.
-        run: gives the slots and the journal.
-        task: the task that candidates solve.
-        sandbox: where their code runs.
-
-    Raises:
-        ConfigurationError: there is no LM for their calls.
-    """
+    """Runs candidates in the sandbox, in the run's slots, and scores them."""
 
     def __init__(self, settings: HarnessSettings, run: DspyRun, task: HarnessTask, sandbox: CodeSandbox) -> None:
         lm = run.dspy_settings.get("lm") if task.lm is None else run.pace(task.lm)
@@ -280,11 +259,6 @@ class Evaluations:
 
         A draft that learns first learns from a few other examples. Where it fails gravely on one of these, that run is
         returned.
-
-        Raises:
-            RolloutUnresolvedError: the sandbox failed, not the draft.
-            TransientError: the provider asks to come back later.
-            RunAbortedError: the provider refuses for good.
         """
         memory, lessons = self._first_memory(draft), list[Trial]()
         for other in self._few_lessons(draft, [number]):
@@ -349,11 +323,7 @@ class Evaluations:
         return Evaluated(candidate.draft, scores, costs, failures, candidate.traces, memory)
 
     async def _learn(self, step: Step, draft: Draft, numbers: Sequence[int]) -> Any:
-        """Return a candidate's memory after one pass over the lessons of these numbers, in batches.
-
-        Raises:
-            _Disqualified: it failed gravely, or ``learn`` failed.
-        """
+        """Return a candidate's memory after one pass over the lessons of these numbers, in batches."""
         memory = self._first_memory(draft)
         for start in range(0, len(numbers), self._settings.learn_batch):
             batch_numbers = numbers[start : start + self._settings.learn_batch]
@@ -376,12 +346,9 @@ class Evaluations:
         return ModuleReply((outcome.memory, failure), spent=RequestCost(outcome.tokens))
 
     async def _trials(self, step: Step, draft: Draft, split: str, numbers: Iterable[int], memory: Any) -> list[Trial]:
-        """Run a draft on the examples of these numbers.
+        """Run a draft on the examples of these numbers; those that an interrupted run has paid come first.
 
-        Those that an interrupted run has paid come first.
-
-        Raises:
-            _Disqualified: it failed gravely on one, outside of a check; its other runs are cancelled.
+        Raises _Disqualified: it failed gravely on one, outside of a check; its other runs are cancelled.
         """
         texts, traced, journal = texts_of(draft, memory), split != "val", self._run.journal
         candidate = hash_of(texts) if journal is None else journal.record_candidate(texts)
@@ -411,13 +378,8 @@ class Evaluations:
         return [trials[number] for number in numbers]
 
     async def _predict(self, draft: Draft, split: str, number: int, memory: Any) -> Rollout:
-        """Run a draft on the inputs of one example, and score its prediction.
-
-        Raises:
-            RolloutUnresolvedError: the sandbox failed, not the candidate.
-            TransientError: the provider asks to come back later.
-            RunAbortedError: the provider refuses for good.
-        """
+        """Run a draft on the inputs of one example, and score its prediction. A fault of sandbox or provider is no
+        score."""
         examples, labelled = self._splits[split]
         example, name = examples[number], f"{'validation' if split == 'val' else split} {number}"
         inputs = inputs_of(self._task.signature, example)
@@ -435,11 +397,7 @@ class Evaluations:
         return Rollout(outcome.fields, score, trajectory=trial, tokens=outcome.tokens)
 
     def _cost_of(self, outcome: Outcome) -> float:
-        """Return the cost of a run.
-
-        Raises:
-            ConfigurationError: the user's function raised, or returned no finite number.
-        """
+        """Return the cost of a run; ConfigurationError where the user's function raised, or returned no finite number."""
         name = name_of(self._settings.cost)
         try:
             cost: Any = self._settings.cost(outcome)

@@ -184,9 +184,6 @@ def as_json(value: Any) -> Any:
     """Return a value as JSON data: NaN and infinity become None, other parts that have no JSON form their ``repr``.
 
     A value that is circular or has bytes that are not UTF-8 becomes its ``repr`` as a whole.
-
-    >>> as_json({"when": {1, }, "what": object, "score": float("nan")})
-    {'when': [1], 'what': "<class 'object'>", 'score': None}
     """
     try:
         plain = to_jsonable_python(value, fallback=repr, inf_nan_mode="null")
@@ -204,18 +201,10 @@ def prediction_of(fields: Mapping[str, Any]) -> dspy.Prediction:
 
 
 def typed_fields(fields: Mapping[str, Any], outputs: Mapping[str, Any]) -> tuple[dict[str, Any], Failure | None]:
-    """Convert the fields that a candidate returned to the types of the output fields.
+    """Convert the fields that a candidate returned to the types of the output fields, or return a failure.
 
     A text that is the JSON of a value is parsed. Broken JSON is not repaired: the time that takes would be up to the
     candidate.
-
-    Returns:
-        The output fields, without others that it returned, and a failure where one is missing or has another type.
-
-    >>> typed_fields({"n": "3"}, {"n": int})
-    ({'n': 3}, None)
-    >>> print(typed_fields({}, {"n": int})[1])
-    interface: forward returned no output field 'n'
     """
     typed: dict[str, Any] = {}
     for name, kind in outputs.items():

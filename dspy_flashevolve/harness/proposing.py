@@ -57,18 +57,7 @@ comments `# name: ...`, `# hypothesis: ...` and `# based on: ...` (numbers of th
 
 
 class Directions:
-    """Gives each live step a direction of its own while there are enough: the one that was used least so far.
-
-    Args:
-        directions: one or more texts.
-
-    Raises:
-        ConfigurationError: there is no direction, or an empty one.
-
-    >>> board = Directions(["prompts", "memory"])
-    >>> board.reserve(0), board.reserve(1), board.others(0)
-    ('prompts', 'memory', ['memory'])
-    """
+    """Gives each live step a direction of its own while there are enough: the one that was used least so far."""
 
     def __init__(self, directions: Sequence[str] = DIRECTIONS) -> None:
         if isinstance(directions, str) or not directions or not all(directions):
@@ -121,14 +110,7 @@ class Drafts:
     """The drafts of one proposal: its proposer writes, edits and runs them before it submits.
 
     They are texts by name, never files. They run in the sandbox, as candidates do, one after another, since all of them
-    share the slot of their proposal.
-
-    Args:
-        inputs: names of the program's input fields.
-        run: runs a draft on a training example of this number.
-        examples: how many training examples there are to run on.
-        max_runs: most runs of all drafts together.
-        is_spent: tells whether the proposal has used its tokens up.
+    share the slot of their proposal; ``max_runs`` together, and none once the proposal's tokens are spent.
     """
 
     def __init__(
@@ -234,12 +216,7 @@ class _Agent(dspy.ReAct):
 
 
 def agent_of(tools: Sequence[Callable[..., Awaitable[str]]], max_steps: int) -> dspy.Module:
-    """Return the agent that reads the archive, writes drafts and runs them.
-
-    Args:
-        tools: coroutine functions.
-        max_steps: most tool calls of the agent.
-    """
+    """Return the agent that reads the archive, writes drafts and runs them, with at most so many calls of its tools."""
     # A tool itself answers an argument that it does not take; dspy's check would raise.
     checking = [dspy.Tool(tool).model_copy(update={"has_kwargs": True}) for tool in tools]
     agent: Any = _Agent(ProposeHarness, tools=checking, max_iters=max_steps)

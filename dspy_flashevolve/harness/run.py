@@ -58,17 +58,7 @@ FAILED = "failed candidate "
 
 
 class HarnessRun:
-    """One search of `AsyncMetaHarness`, from the student to the best candidate.
-
-    Args:
-        settings: the arguments of the optimizer.
-        run: gives the run's slots, journal and statistics.
-        task: what candidates are to solve.
-        sandbox: where candidates run.
-
-    Raises:
-        ConfigurationError: there is no LM for the candidates' calls.
-    """
+    """One search of `AsyncMetaHarness`, from the student to the best candidate."""
 
     def __init__(self, settings: HarnessSettings, run: DspyRun, task: HarnessTask, sandbox: CodeSandbox) -> None:
         self.settings, self.run, self.task, self.sandbox = settings, run, task, sandbox
@@ -89,9 +79,8 @@ class HarnessRun:
     async def search(self) -> None:
         """Search until all iterations are done or the run is stopped.
 
-        Raises:
-            DataError: the student does not run in the sandbox.
-            RunAbortedError: the provider refused for good, or the student was not evaluated before a stop.
+        Raises DataError: the student does not run in the sandbox; RunAbortedError: the provider refused for good, or
+        the student was not evaluated before a stop.
         """
         first = self._resume()
         try:
@@ -189,11 +178,7 @@ class HarnessRun:
         return Drafts(self.task.inputs, rehearse, examples, runs, is_spent)
 
     def _agent(self, drafts: Drafts) -> dspy.Module:
-        """Return the agent of one proposal.
-
-        Raises:
-            ConfigurationError: the user's ``proposer`` made no module.
-        """
+        """Return the agent of one proposal; ConfigurationError where the user's ``proposer`` made no module."""
         tools = drafts.tools(self.archive)
         if self.settings.proposer is None:
             return agent_of(tools, self.settings.proposer_steps)

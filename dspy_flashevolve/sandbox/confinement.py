@@ -207,14 +207,9 @@ def landlock_version() -> int:
 
 
 def landlock(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]) -> None:
-    """Forbid this process and its descendants every file but those beneath the given paths.
+    """Forbid this process and its descendants every file but those beneath the given paths; missing ones are left out.
 
     Where the kernel can, TCP, signals to others and abstract sockets of others are forbidden, too.
-
-    Args:
-        readable: directories to read; missing ones are left out.
-        writable: directories to read and write.
-        devices: files to read and write.
     """
     version = landlock_version()
     rights = _RIGHTS_OF_ABI.get(version, _ALL_RIGHTS)
@@ -250,11 +245,7 @@ def _column(machine: str) -> int:
 
 
 def refuse_system_calls() -> None:
-    """Install the filter in this process, which must have one thread. It cannot be removed, and new threads inherit it.
-
-    Raises:
-        OSError: the kernel has no such filters, or the architecture is not one of `ARCHITECTURES`.
-    """
+    """Install the filter in this process, which must have one thread. It cannot be removed, and new threads inherit it."""
     program = _program(platform.machine(), os.getpid())
     no_new_privileges()
     memory = ctypes.create_string_buffer(program, len(program))
@@ -380,12 +371,10 @@ def private_folders(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def hide_others_files(kept: Iterable[str]) -> bool:
-    """Enter a new mount namespace in which private directories are empty but for the paths ``kept``.
+    """Enter a new mount namespace in which private directories are empty but for the paths ``kept``; False where the
+    kernel refuses.
 
     Emptied are the `HIDDEN` directories, that of temporary files and, for root, the private ones above ``kept``.
-
-    Returns:
-        Whether the kernel allows it.
     """
     user, group = os.getuid(), os.getgid()
     try:
@@ -415,11 +404,8 @@ def hide_others_files(kept: Iterable[str]) -> bool:
 
 
 def become_nobody(scratch: str) -> bool:
-    """As root, become a user to whom nothing but ``scratch`` belongs.
-
-    Returns:
-        False where this process is not root, or where that user could not read Python's libraries.
-    """
+    """As root, become a user to whom nothing but ``scratch`` belongs; False where that user could not read Python's
+    libraries."""
     if os.geteuid() != 0:
         return False
     probe = os.fork()
@@ -468,17 +454,11 @@ def _works(layers: Layers, scratch: str) -> bool:
 
 
 def confine(layers: Layers, limits: Limits, scratch: str, owner: tuple[int, int], own_tasks: int) -> None:
-    """Confine this process. It cannot be undone.
+    """Confine this process, which cannot be undone; an OSError must end it.
 
-    Args:
-        layers: the layers to apply. With namespaces, the process must have been made by ``clone(NAMESPACES)``.
-        limits: limits of the process.
-        scratch: an existing directory, which becomes its working directory and its only writable place.
-        owner: user and group of the process that made this one.
-        own_tasks: number of tasks that its user has already; without namespaces they count against the limit.
-
-    Raises:
-        OSError: the kernel refused a layer; the process must end.
+    With namespaces, it must have been made by ``clone(NAMESPACES)``, by a process of the user and group ``owner``.
+    ``scratch`` becomes its working directory and its only writable place. Without namespaces, the ``own_tasks`` that
+    its user has already count against the limit.
     """
     with open("/proc/self/statm") as file:
         mapped_bytes = int(file.read().split()[0]) * resource.getpagesize()

@@ -268,14 +268,7 @@ class Sandbox:
 
 
 def accepted_layers(names: Iterable[str]) -> tuple[str, ...]:
-    """Check names of layers, and return them as a tuple.
-
-    Raises:
-        ConfigurationError: a name is not that of a layer.
-
-    >>> accepted_layers(["namespaces"])
-    ('namespaces',)
-    """
+    """Return names of layers as a tuple; ConfigurationError where one is not that of a layer."""
     accepted = (names,) if isinstance(names, str) else tuple(names)
     if not set(accepted) <= set(LAYERS):
         raise ConfigurationError(f"accept_missing_protection is {names!r}, expected names out of {LAYERS}.")
@@ -323,13 +316,7 @@ class _CandidateFailed(Exception):
 
 
 class Conversation:
-    """The exchange of messages with one child, until it has answered or failed.
-
-    Args:
-        reader, writer: the connection to the child.
-        limits: limits of this run.
-        call_lm: makes the LM calls of the child.
-    """
+    """The exchange of messages with one child, until it has answered or failed."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: Limits, call_lm: CallLm
@@ -347,13 +334,9 @@ class Conversation:
         self.seconds = 0.0
 
     async def hold(self, job: dict[str, Any]) -> dict[str, Any] | Failure:
-        """Send the child its job, make its LM calls, and read its answer.
+        """Send the child its job, make its LM calls, and return its answer (``fields``, ``memory``), or why it failed.
 
-        Returns:
-            Its answer (``fields``, ``memory``), or why it failed.
-
-        Raises:
-            OSError: the child could not be started.
+        Raises OSError: the child could not be started.
         """
         try:
             started = await asyncio.wait_for(self._frame(), START_SECONDS)
@@ -388,11 +371,7 @@ class Conversation:
                 await _cancel(self._ahead)
 
     def outcome(self, answer: dict[str, Any] | Failure, ended: Ending) -> Outcome:
-        """Return the outcome of the run, from the child's answer and the way that its process ended.
-
-        Raises:
-            SandboxError: the child could not be started.
-        """
+        """Return the outcome of the run, from the child's answer and the way that its process ended."""
         failure = answer if isinstance(answer, Failure) else None
         if ended.why == "processes":
             failure = Failure("processes", "it had a second process")

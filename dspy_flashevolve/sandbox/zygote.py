@@ -202,11 +202,6 @@ def forbid(scratch: str, readable: tuple[str, ...], end: Callable[[str], None]) 
     The hook gives clear reasons and stops careless candidates. It is no protection against attacks: native code gets
     around it, and so does Python that changes the library functions that it uses. The kernel's layers (`confinement`)
     protect.
-
-    Args:
-        scratch: the directory where it may write.
-        readable: directories where it may read.
-        end: called with a description of what was tried; does not return.
     """
     places = tuple(os.path.join(os.path.realpath(path), "") for path in readable)
     own = os.path.join(os.path.realpath(scratch), "")
@@ -276,13 +271,8 @@ class _Child:
 
 
 class Zygote:
-    """The loop of the fork server.
-
-    Args:
-        control: a SOCK_SEQPACKET socket to the host.
-        layers: the layers that every child applies.
-        scratch: a directory. With namespaces each child mounts its own over it; otherwise each gets a folder inside.
-    """
+    """The loop of the fork server. With namespaces each child mounts a scratch of its own; else it gets a folder
+    inside."""
 
     def __init__(self, control: socket.socket, layers: Layers, scratch: str) -> None:
         self._control = control
@@ -409,11 +399,7 @@ def main(control_number: int, *without: str) -> None:
     """Run as the fork server. The host starts it as ``python -I -c`` with nothing but ``TMPDIR`` in its environment.
 
     Its directory is in a file system of its own where the machine allows that, and is removed when the server ends,
-    however the host has ended.
-
-    Args:
-        control_number: the file number of the control socket.
-        without: layers to leave out.
+    however the host has ended. ``without`` names layers to leave out.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the host, which closes the control socket
     control = socket.socket(fileno=control_number)
