@@ -48,14 +48,9 @@ class BudgetError(FlashEvolveError):
 
 
 class TransientError(FlashEvolveError):
-    """A request failed in a way that a later one may not: a rate limit, a timeout, a 5xx.
-
-    Args:
-        message: what the provider said.
-        retry_after_seconds: when the provider wants to be asked again; None when it did not say.
-        of_request: the fault may well be this request's alone.
-        asked: the :class:`~.retries.TrackedRequest`, if it was made as often as makes sense already; else None.
-    """
+    """A request failed in a way that a later one may not: a rate limit, a timeout, a 5xx; the fault may well be this
+    request's alone (``of_request``). ``asked`` is its :class:`~.retries.TrackedRequest` if it was made as often as
+    makes sense already."""
 
     def __init__(
         self, message: str, retry_after_seconds: float | None = None, of_request: bool = False, asked: Any = None
@@ -65,14 +60,8 @@ class TransientError(FlashEvolveError):
 
 
 class RolloutUnresolvedError(FlashEvolveError):
-    """The provider gave no answer to a request after every retry.
-
-    It says nothing of the candidate: the step ends as failed, and nothing is scored, cached or pooled.
-
-    Args:
-        message: what the provider said.
-        unanswerable: other requests were answered meanwhile: it is this one that gets no answer.
-    """
+    """The provider gave no answer to a request after every retry, or (``unanswerable``) to this one alone. It says
+    nothing of the candidate: the step ends as failed, and nothing is scored, cached or pooled."""
 
     def __init__(self, message: str, unanswerable: bool = False) -> None:
         super().__init__(message)

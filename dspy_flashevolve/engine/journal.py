@@ -65,12 +65,10 @@ class Rollout:
     """One run of a program with a candidate on one example.
 
     Args:
-        output: what the program returned.
-        score: higher is better.
+        output, score: what the program returned; higher is better.
         objective_scores: objective name -> score; empty when the metric has one objective.
         trajectory: what reflection reads; None when no trace was asked for or none could be taken.
-        tokens: prompt and completion tokens that the LMs reported.
-        cost_dollars: of these tokens; 0 where a price is not known.
+        tokens, cost_dollars: prompt and completion tokens that the LMs reported; 0 dollars where a price is not known.
         error: what the program or its metric raised, as a sentence; empty where neither did.
     """
 
@@ -85,14 +83,8 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutKey:
-    """Equal keys mean the same rollout.
-
-    Args:
-        candidate: its name, by :func:`hash_of`, or another text that tells candidates apart.
-        split: "train", "val", or another set of examples.
-        example: tells the examples of the set apart.
-        traced: whether a trace is taken.
-    """
+    """Equal keys mean the same rollout: of a candidate (its name, by :func:`hash_of` or another text), on an example of
+    a split, with a trace or without."""
 
     candidate: str
     split: str

@@ -72,14 +72,8 @@ class AdaptiveLimit:
 
     Unlike a token bucket (:class:`~.rates.RateLimit`) it counts what is under way, and finds out by itself how much
     that may be. Unlike TCP it does not take a single refusal for a sign: the circuit breaker
-    (:class:`~.endpoints.CircuitBreaker`) says when refusals are the rule.
-
-    Args:
-        bounds: where it begins, and within what it stays.
-        clock: seconds.
-        take_pressure: returns whether requests waited because of this limit since it was last called; a limit that does
-            not bind does not grow.
-        on_change: called with the limit before and after, and the reason.
+    (:class:`~.endpoints.CircuitBreaker`) says when refusals are the rule. It does not grow unless requests waited
+    because of it since ``take_pressure`` was last called.
     """
 
     def __init__(

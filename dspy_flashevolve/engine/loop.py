@@ -67,19 +67,13 @@ class LoopClock:
 
 
 def run_to_end(main: Callable[[], Awaitable[T]], stop: Callable[[str], None]) -> T:
-    """Run ``main`` on a loop in a thread of its own, and wait for it.
+    """Run ``main`` on a loop in a thread of its own, and wait for it: in a script, in a thread, and where a loop is
+    running already (a notebook cell). ``main`` sees the caller's context variables. The thread ends with it.
 
-    It works in a script, in a thread, and where a loop is running already (a notebook cell), since the
-    loop is never the caller's. ``main`` sees the caller's context variables. The thread ends with it.
-
-    In the main thread, Ctrl-C (a notebook's "Interrupt" is one) and SIGTERM are the same: the first asks for an end,
-    the second cancels, and a third does what it would do without this function. See
-    :func:`handling_signals` for whose handlers are left alone; a KeyboardInterrupt that such a
-    handler raises counts like a signal, and any other exception of it cancels.
-
-    Args:
-        main: an async function without arguments.
-        stop: asks ``main`` to end soon; called with the reason, on its loop, at the first signal.
+    In the main thread, Ctrl-C and SIGTERM are the same: the first asks for an end, by ``stop`` with the reason on
+    the loop of ``main``; the second cancels, and a third does what it would do without this function. A
+    KeyboardInterrupt that a handler of the caller's raises (:func:`handling_signals`) counts like a signal, and any
+    other exception of it cancels.
 
     Raises:
         KeyboardInterrupt: ``main`` was cancelled by the second signal, and has ended.

@@ -231,11 +231,8 @@ class RateLimit:
 def limits_in_headers(
     headers: Mapping[str, str], now: Callable[[], datetime] | None = None
 ) -> dict[Unit, ReportedLimit]:
-    """Return the limits in a reply's headers, in OpenAI's form (also Azure's, Groq's and others') or in Anthropic's.
-
-    Args:
-        headers: by their names in lower case.
-        now: for Anthropic's, which say at what time there is room again.
+    """Return the limits in a reply's headers (names in lower case), in OpenAI's form (also Azure's, Groq's and others')
+    or in Anthropic's, which say at what time there is room again.
 
     >>> limits_in_headers({"x-ratelimit-limit-requests": "600", "x-ratelimit-remaining-requests": "599",
     ...           "x-ratelimit-reset-requests": "100ms"})

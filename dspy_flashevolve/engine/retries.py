@@ -79,10 +79,8 @@ class RetryPolicy:
             raise ConfigurationError(f"retries: attempts is {self.attempts}, expected at least 1.")
 
     def wait_seconds(self, attempt: int, retry_after_seconds: float | None, chance: float) -> float:
-        """Return how long to wait after failed attempt number ``attempt`` (from 0).
-
-        Args:
-            chance: a draw from [0, 1), which spreads out requests that failed together.
+        """Return how long to wait after failed attempt number ``attempt`` (from 0); ``chance``, a draw from [0, 1),
+        spreads out requests that failed together.
 
         >>> RetryPolicy().wait_seconds(2, None, chance=0.5)
         2.0
@@ -210,16 +208,12 @@ class Responder:
     def record_failure(self, request: TrackedRequest, reason: str, of_request: bool = False) -> None:
         """Record that a request got no answer, and decide whether that counts as one of its attempts. It does
 
-        - where the fault may well be the request's alone, unless most others fail, too;
-        - else (a rate limit, say) where others are answered, it was not for :data:`PATIENT_SECONDS`, and it failed far
-          more often than those that were answered at last: else it may only be unlucky with a limit that all meet;
+        - where the fault may well be the request's alone (``of_request``: an error inside the server, a reply that
+        holds nothing), unless most others fail, too, since its first failure or, where nobody else asked meanwhile,
+        before;
+        - else (a rate limit, say) where others are answered, it was not for :data:`PATIENT_SECONDS`, and it failed
+        far more often than those that were answered at last: else it may only be unlucky with a limit that all meet;
         - where nothing is waited for any more, or the run can do without the answer.
-
-        Args:
-            reason: for people.
-            of_request: the fault may well be the request's alone (an error inside the server, a reply that holds
-                nothing). It is compared with the outcomes of others since its first failure; where nobody else asked
-                meanwhile, with those before.
         """
         now = self.retries.clock()
         if not request.failures:

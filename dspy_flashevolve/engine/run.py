@@ -178,9 +178,7 @@ class EvolutionRun:
     # Beginning and end.
 
     def run_sync(self, main: Callable[[], Awaitable[T]]) -> T:
-        """Run ``main`` on a loop of its own and wait for it: in a script, a thread, or a notebook cell.
-
-        The first Ctrl-C or SIGTERM stops the run, the second cancels it; see :func:`~.loop.run_to_end`.
+        """Run ``main`` on a loop of its own and wait for it; see :func:`~.loop.run_to_end`.
 
         Raises:
             KeyboardInterrupt: it was cancelled by a second signal.
@@ -213,14 +211,11 @@ class EvolutionRun:
                     self.journal.record_session_end(self.outcome, self.end_reason)
 
     def stop(self, reason: str, outcome: Outcome = "stopped") -> None:
-        """Open no more steps; what runs is finished. The first reason stays. Call it on the run's loop.
+        """Open no more steps; what runs is finished. The first reason, a sentence for people, stays. Call it on the
+        run's loop.
 
-        Unless it is at a limit of the run, nothing is waited for any more before it is asked for again.
-
-        Args:
-            reason: a sentence for people.
-            outcome: "stopped" where somebody asked for it, "finished" at a limit of the run, "failed" where it is given
-                up.
+        The outcome is "stopped" where somebody asked for it, "finished" at a limit of the run (only then retries are
+        still waited for), "failed" where it is given up.
         """
         if self.stop_reason:
             return
@@ -268,12 +263,12 @@ class EvolutionRun:
                 :class:`NothingToDoError` and :class:`RolloutUnresolvedError` ends the run. Steps of an interrupted run
                 come first, with ``recorded``.
             admission: when one more may start. Default: as many at once as there are slots. In lockstep it is one.
-            calls_per_step: metric calls that a step may cost at most: they are set aside before it starts.
-            reserve: sets them aside where the most is another from step to step; None where they do not fit.
+            calls_per_step, reserve: metric calls that a step may cost at most, which are set aside before it starts;
+                or what sets them aside, None where they do not fit.
             stop_reason: why no further step may start, by a limit of the loop's own; None while one may.
             on_end: awaited at each step's end, before another starts in its place.
-            first_number: number of the first step.
-            min_steps: steps with a number below it start however soon ``max_seconds`` are over.
+            first_number, min_steps: number of the first step; steps below ``min_steps`` start also after
+                ``max_seconds``.
             watchers: what runs beside the steps until the last one has ended.
 
         Raises:
@@ -424,14 +419,11 @@ class EvolutionRun:
         generation: int | None = None,
         parents: Sequence[int] = (),
     ) -> None:
-        """Tell the observers that what evolves has changed.
+        """Tell the observers that what evolves has changed, by a step: its version gives the gap.
 
         Args:
-            step: whose change it is; the version that it saw gives the gap.
-            version: after the change.
-            candidate: number of the new candidate.
-            score: its score on the whole validation set.
-            best_score: the best one, after the change. Default: the highest that was told so far.
+            version, best_score: after the change; the best one defaults to the highest that was told so far.
+            candidate, score: number of the new candidate, and its score on the whole validation set.
             generation: steps from the seed. Default: one more than its parents', as far as they were told.
             parents: numbers of the candidates that it was made from, what it was built on first; none for the seed.
         """

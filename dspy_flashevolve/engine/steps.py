@@ -47,11 +47,7 @@ def pays_overlap(calls: int, validations: int, valset_size: int, minibatch_size:
 
 
 class Budget:
-    """Counts calls against a limit.
-
-    Args:
-        limit: calls that may be made; None for no limit.
-        spent: calls made before (a resumed run).
+    """Counts calls, also those of sessions before, against a limit; None for no limit.
 
     Raises:
         ConfigurationError: a negative limit.
@@ -145,12 +141,7 @@ class EndKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a step ended, and why.
-
-    Args:
-        kind: one of the six ways.
-        reason: a sentence for people; empty when the kind says it all.
-    """
+    """How a step ended, and why: a sentence for people, empty when the kind says it all."""
 
     kind: EndKind
     reason: str = ""
@@ -174,8 +165,7 @@ class Step:
 
     Args:
         number: from 0, without gaps, in the order of selection.
-        rng: the step's own source of randomness; no other step draws from it, so that what a step decides does not
-            depend on how steps interleave.
+        rng: the step's own source of randomness, so that what it decides does not depend on how steps interleave.
         reservation: pays for its rollouts.
         recorded: what the journal has of its selection, where it runs again after an interruption; else None.
     """

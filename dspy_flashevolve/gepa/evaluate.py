@@ -413,31 +413,22 @@ class Evaluations:
             keys: gets the handle under which it can be selected meanwhile.
             begun: what it was run on already.
         """
-        ids, release = [i for i in plan.missing if i not in begun], self._release
+        ids, partial_release = [i for i in plan.missing if i not in begun], self._release
         key: int | None = None
 
         async def part(stage: str, wanted: list[Any]) -> dict[Any, Rollout]:
             return await self.validation(stage, step, plan.candidate, wanted)
 
-        async def prefix(wanted: list[Any]) -> dict[Any, Rollout]:
+        async def release(rollouts: dict[Any, Rollout]) -> None:
             nonlocal key
-            rollouts = await part("prefix", wanted)
-            key = await self._pool.write(self._pool.release, child, replace(plan, missing=wanted), rollouts)
+            key = await self._pool.write(self._pool.release, child, replace(plan, missing=list(rollouts)), rollouts)
             if key is not None:
                 keys.append(key)
-            return rollouts
-
-        async def whole() -> dict[Any, Rollout]:
-            if release is None or not self._pool.seed_confirmed:
-                return await part("validate", ids)
-            first, rest = release.split(ids)
-            if not rest:
-                return await part("validate", first)
-            known, others = await gather([lambda: prefix(first), lambda: part("validate", rest)])
-            return known | others
 
         async def joined() -> dict[Any, Rollout]:
-            return {**begun, **await whole()}
+            if partial_release is None or not self._pool.seed_confirmed:
+                return {**begun, **await part("validate", ids)}
+            return {**begun, **await partial_release.validate(ids, part, release)}
 
         rollouts = await self._announced(plan.candidate, plan.missing, joined)
         evaluation = await self._pool.write(self._pool.complete_validation, plan, rollouts)

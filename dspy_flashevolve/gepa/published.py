@@ -10,7 +10,7 @@ import copy
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -20,6 +20,8 @@ import anyio
 from gepa.core.state import GEPAState, ValsetEvaluation
 
 from dspy_flashevolve.engine.events import Event, LimitChanged, StageVisited
+from dspy_flashevolve.engine.journal import Rollout
+from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.run import EvolutionRun, Work
 from dspy_flashevolve.gepa.records import Candidate, Screened, Task
 from dspy_flashevolve.gepa.settings import Workflow
@@ -69,6 +71,25 @@ class PartialRelease:
         size = max(1, math.ceil(round(self._share * len(examples), 1)))
         ordered = sorted(examples, key=self._key)
         return ordered[:size], ordered[size:]
+
+    async def validate(
+        self,
+        ids: Sequence[Any],
+        part: Callable[[str, list[Any]], Awaitable[dict[Any, Rollout]]],
+        release: Callable[[dict[Any, Rollout]], Awaitable[None]],
+    ) -> dict[Any, Rollout]:
+        """Run a candidate on the prefix, which ``release`` is told of, and on the rest beside it, by ``part``."""
+        first, rest = self.split(ids)
+        if not rest:
+            return await part("validate", first)
+
+        async def prefix() -> dict[Any, Rollout]:
+            rollouts = await part("prefix", first)
+            await release(rollouts)
+            return rollouts
+
+        known, others = await gather([prefix, lambda: part("validate", rest)])
+        return known | others
 
     def _key(self, example: Hashable) -> tuple[bool, float, float]:
         last = self._last.get(example, ())
