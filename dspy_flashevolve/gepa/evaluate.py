@@ -40,13 +40,9 @@ K = TypeVar("K", bound=Hashable)
 
 
 def at_most(scores: Sequence[float | None], highest: float) -> float:
-    """The largest sum that the scores can still come to when none is above ``highest``; None stands for one to come.
+    """Return the largest sum that scores can still come to when none is above ``highest``; None stands for one to come.
 
-    It is exact in floating point as well: added in the same order, larger terms never give a smaller sum. (From Python
-    3.12 on ``sum`` compensates; terms under 1e-30 beside large ones may cost it the last bit there.)
-
-    >>> at_most([0.5, None], 1.0)
-    1.5
+    It is exact in floating point as well: added in the same order, larger terms never give a smaller sum.
     """
     return sum(highest if score is None else score for score in scores)
 
@@ -55,9 +51,6 @@ def scale_problem(score: float, perfect: float | None, skips_perfect: bool) -> s
     """Say what a score outside of the expected scale does to the search, and what to pass; None for a score inside.
 
     The scale is as wide as ``perfect`` is large (1 where it is 0), and ends there: 0 to 1 by default.
-
-    >>> scale_problem(0.5, 1.0, True) is scale_problem(0.5, None, False) is scale_problem(-0.5, 0.0, True) is None
-    True
     """
     if perfect is None:
         return None
@@ -170,11 +163,7 @@ class Evaluations:
             self._release.record(scores)
 
     def gate(self, requests: int, before: Callable[[], float | None]) -> Gate | None:
-        """Make what gives a screen up once its sum cannot pass; None where more than the sum decides.
-
-        Args:
-            requests, before: see :class:`Gate`.
-        """
+        """Make what gives a screen up once its sum cannot pass; None where more than the sum decides."""
         if self._run.lockstep or not rejects_by_sum(self._pool.parts):
             return None
         return Gate(requests, self._pool.parts.acceptance_criterion, before, lambda: self.highest)
@@ -191,9 +180,7 @@ class Evaluations:
     ) -> int:
         """Count the metric calls that an evaluation may cost; an interrupted run's step has paid some already.
 
-        Args:
-            train: on training examples; else on validation examples.
-            reflected: the traces are about to be reflected on.
+        ``reflected``: the traces are about to be reflected on.
         """
         journal = self._run.journal
         if journal is None or step.recorded is None:
@@ -210,23 +197,19 @@ class Evaluations:
         ids: Sequence[Any],
         examples: Sequence[Any],
         *,
-        pays: Reservation | None = None,
         watch: Watch | None = None,
         reflected: bool = False,
     ) -> Batch:
-        """Evaluate on training examples, with traces.
+        """Evaluate on training examples, with traces, which are ``reflected`` on or not.
 
-        Args:
-            pays: default: what is set aside for the step.
-            watch: told the position and the rollout of each example that has finished; False gives up the others.
-            reflected: the traces are about to be reflected on.
+        ``watch`` is told the position and the rollout of each example that has finished; False gives up the others.
 
         Raises:
             NoLongerWantedError: ``watch`` said no.
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
         rollouts = await self._evaluated(
-            stage, step, candidate, self.train_split, ids, examples, pays or step.reservation, True, watch=watch,
+            stage, step, candidate, self.train_split, ids, examples, True, watch=watch,
             needs_trace=reflected and not self._is_proposed(step),
         )  # fmt: skip
         return as_batch(rollouts)
@@ -240,17 +223,14 @@ class Evaluations:
         *,
         traced: bool = True,
     ) -> dict[Any, Rollout]:
-        """Evaluate on validation examples.
-
-        Args:
-            traced: as dspy.GEPA does: False for the seed and for crossovers, where a failed example's output is an
-                empty prediction instead of None.
+        """Evaluate on validation examples; as in dspy.GEPA not ``traced`` for the seed and for crossovers, where a
+        failed example's output is an empty prediction instead of None.
 
         Raises:
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
         examples = self._pool.loader.fetch(list(ids))
-        rollouts = await self._evaluated(stage, step, candidate, "val", ids, examples, step.reservation, traced)
+        rollouts = await self._evaluated(stage, step, candidate, "val", ids, examples, traced)
         return dict(zip(ids, rollouts, strict=True))
 
     def _is_proposed(self, step: Step) -> bool:
@@ -266,7 +246,6 @@ class Evaluations:
         split: str,
         ids: Sequence[Any],
         examples: Sequence[Any],
-        pays: Reservation,
         traced: bool,
         *,
         needs_trace: bool = False,
@@ -292,7 +271,7 @@ class Evaluations:
             key = RolloutKey(name, split, ids[index], traced)
             behind = len(ids) - index - 1
             rollout = await run.rollouts.rollout(
-                key, stage, step, pays, call, record, followers=behind, on_granted=granted,
+                key, stage, step, step.reservation, call, record, followers=behind, on_granted=granted,
                 make_failure=lambda reason: program.failed_rollout(reason, traced),
             )  # fmt: skip
             self.record_score(rollout.score)

@@ -197,12 +197,8 @@ def changed_lines(before: str, after: str) -> str:
     - b
     + c
     """
-    old, new = before.splitlines(), after.splitlines()
-    lines: list[str] = []
-    for kind, start, end, new_start, new_end in difflib.SequenceMatcher(None, old, new).get_opcodes():
-        if kind != "equal":
-            lines += [f"- {line}" for line in old[start:end]] + [f"+ {line}" for line in new[new_start:new_end]]
-    return "\n".join(lines) or "(nothing)"
+    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm=""))[2:]
+    return "\n".join(f"{line[0]} {line[1:]}" for line in lines if not line.startswith("@@")) or "(nothing)"
 
 
 _FENCES = re.compile(r"```[\w-]*\n(.*?)\n```", re.DOTALL)
