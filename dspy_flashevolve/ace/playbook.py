@@ -11,10 +11,12 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 
@@ -44,7 +46,8 @@ _BLOCK = re.compile(rf"\s*{OPENING}\n{re.escape(GUIDE)}(?: {_NEXT}([0-9]{{1,10}}
 
 
 def approximate_tokens(text: str) -> int:
-    """Estimate the tokens of a text without a tokenizer: one for every four bytes, OpenAI's rule of thumb for English."""
+    """Estimate the tokens of a text without a tokenizer: one for every four bytes, OpenAI's rule of thumb for
+    English."""
     return math.ceil(len(text.encode("utf-8", "replace")) / 4)
 
 
@@ -202,12 +205,7 @@ class Playbook:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the playbook as plain data, ready for JSON."""
-        return {
-            "sections": list(self.sections),
-            "bullets": [asdict(bullet) for bullet in self.bullets],
-            "next_number": self.next_number,
-            "version": self.version,
-        }
+        return {**asdict(self), "sections": list(self.sections), "bullets": [asdict(bullet) for bullet in self.bullets]}
 
     @classmethod
     def from_dict(cls, data: object) -> Playbook:
@@ -216,9 +214,13 @@ class Playbook:
         Raises:
             ConfigurationError: the data are something else; the message says what.
         """
-        values = _checked(data, _FIELDS, "an object")
-        bullets = tuple(Bullet(**_checked(entry, _BULLET_FIELDS, "a bullet")) for entry in values.pop("bullets"))
-        return cls(bullets=bullets, **values)
+        try:
+            playbook = TypeAdapter(cls).validate_python(data)
+        except (ValidationError, RecursionError) as error:
+            raise ConfigurationError(f"playbook: {error}") from None
+        if playbook.to_dict() != data:
+            raise ConfigurationError(f"playbook: expected {list(playbook.to_dict())} and no more, got {data!r:.80}.")
+        return playbook
 
     @classmethod
     def from_instructions(cls, instructions: str, sections: Sequence[str] = SECTIONS) -> Playbook | None:
@@ -292,20 +294,6 @@ def line_of(bullet: Bullet) -> str:
     """Return a bullet as an LM is shown it: id, counters, text."""
     text = bullet.content.replace("\n", "\n  ")
     return f"[{bullet.id}] helpful={bullet.helpful} harmful={bullet.harmful} {text}"
-
-
-_FIELDS = {"sections": list, "bullets": list, "next_number": int, "version": int}
-_BULLET_FIELDS = {"id": str, "section": str, "content": str, "helpful": int, "harmful": int, "created_version": int}
-
-
-def _checked(data: Any, kinds: Mapping[str, type], expected: str) -> dict[str, Any]:
-    """Check that data has exactly these keys, each with a value of its type, and return it as a dictionary."""
-    if not isinstance(data, Mapping) or set(data) != set(kinds):
-        raise ConfigurationError(f"playbook: expected {expected} with {sorted(kinds)}, got {data!r:.80}.")
-    for name, kind in kinds.items():
-        if type(data[name]) is not kind:
-            raise ConfigurationError(f"playbook: {name} is {data[name]!r:.80}, expected {kind.__name__}.")
-    return dict(data)
 
 
 def cleaned(content: str) -> str:

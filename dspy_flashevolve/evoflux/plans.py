@@ -144,7 +144,8 @@ def _data_in(code: str) -> Any:
 
 
 def _check_fields(given: Any) -> None:
-    """Refuse nodes in JSON that say more than is read, which would be lost, or that have numbers that are none of JSON."""
+    """Refuse nodes in JSON that say more than is read, which would be lost, or that have numbers that are none of
+    JSON."""
     nodes = cast("dict[str, Any]", given).get("nodes") if isinstance(given, dict) else given
     for node in cast("list[Any]", nodes) if isinstance(nodes, list) else []:
         fields = cast("dict[str, Any]", node) if isinstance(node, dict) else {}

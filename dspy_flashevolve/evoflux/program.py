@@ -70,19 +70,6 @@ Request = Callable[[str, QueryStep, Callable[[], Awaitable[Any]]], Awaitable[Any
 """Makes a request in a stage, for a step, in a slot of the Evoflux and of the run around it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchSettings:
-    """What the search may do: the arguments of :class:`~.program.Evoflux` of the same names."""
-
-    max_seconds: float | None
-    max_tool_calls: int | None
-    max_tokens: int | None
-    max_candidates: int
-    width: int
-    checks: Sequence[GoalCheck]
-    without: frozenset[Mechanism]
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A workflow, and what came of running it. Its score, from 0 to 1, is evidence, and the goal where it was checked.
@@ -134,17 +121,15 @@ class Search:
 
     def __init__(
         self,
-        settings: SearchSettings,
-        planning: dspy.Predict,
-        editing: dspy.Predict,
+        program: Evoflux,
         inputs: Mapping[str, Any],
         executor: Executor,
         request: Request,
         tokens: Callable[[], int],
         is_alone: bool = True,
     ) -> None:
-        self.settings, self.executor, self.stats = settings, executor, executor.stats
-        self._planning, self._editing, self._request, self._tokens = planning, editing, request, tokens
+        self._program, self.executor, self.stats = program, executor, executor.stats
+        self._request, self._tokens = request, tokens
         self._names = python_names(executor.tools)
         shown = [stub_of(spec, self._names[name]) for name, spec in executor.tools.items()]
         self._asked = {**inputs, "tools": "\n".join(shown)}
@@ -165,19 +150,19 @@ class Search:
             while self._goes_on():
                 await self.step()
 
-        with anyio.move_on_after(self.settings.max_seconds) as scope, self._others:
-            await gather([self.step] * self.settings.width)
+        with anyio.move_on_after(self._program.max_seconds) as scope, self._others:
+            await gather([self.step] * self._program.width)
             # What costs no tokens goes first, before several steps ask the LM about the same fault.
             while self._goes_on() and (self.best is None or self._repair is not None):
                 await self.step()
-            await gather([work] * self.settings.width)
+            await gather([work] * self._program.width)
         if scope.cancelled_caught:
-            self.stats.stop_reason = f"max_seconds={self.settings.max_seconds:g}"
+            self.stats.stop_reason = f"max_seconds={self._program.max_seconds:g}"
         return self.best
 
     def _goes_on(self) -> bool:
         """Whether another step may begin; says why not."""
-        limits, stats, best = self.settings, self.stats, self.best
+        limits, stats, best = self._program, self.stats, self.best
         tokens = self._tokens() * (1 + self._asking / max(1, self._replies))  # who is asked now costs as those before
         reasons = {
             "a workflow ran completely": best is not None and best.score >= 1,
@@ -215,7 +200,7 @@ class Search:
         made = replace(made, number=self.stats.candidates)
         execution = await self.executor.run(made.workflow)
         score, goal = evidence(execution, made.planned), None
-        if self.settings.checks and not execution.waits:
+        if self._program.checks and not execution.waits:
             goal = await self._goal(execution)
             score = (score + goal) / 2
         candidate = replace(made, execution=execution, score=score, goal=goal)
@@ -230,7 +215,7 @@ class Search:
     async def _goal(self, execution: Execution) -> float:
         if not execution.is_complete:
             return 0.0
-        results = [check(execution.outputs) for check in self.settings.checks]
+        results = [check(execution.outputs) for check in self._program.checks]
         return statistics.mean([float(await each if inspect.isawaitable(each) else each) for each in results])
 
     async def _propose(self, step: QueryStep) -> Candidate | None:
@@ -238,15 +223,15 @@ class Search:
         best = self.best
         if best is None:
             feedback = self._last_reply or "none yet"
-            return self._written("plan", await self._reply("plan", step, self._planning, feedback=feedback))
+            return self._written("plan", await self._reply("plan", step, self._program.plan, feedback=feedback))
         if self._repair is not None:
             repaired, self._repair = self._repair, None
             return Candidate(repaired, "repair", best.planned)
-        if "LM edits" in self.settings.without:
+        if "LM edits" in self._program.without:
             return None
         feedback = f"{self._feedback_on(best)}\n{self._last_reply}".rstrip()
         edited = await self._reply(
-            "repair", step, self._editing, workflow=as_python(best.workflow, self._names), feedback=feedback
+            "repair", step, self._program.edit, workflow=as_python(best.workflow, self._names), feedback=feedback
         )
         made = self._written("LM edit", edited, best.execution.outputs)
         return replace(made, planned=max(best.planned, made.planned))
@@ -278,7 +263,7 @@ class Search:
     def _repaired(self, candidate: Candidate) -> Workflow | None:
         """Repair a candidate by what its run observed; None where that changes nothing, or was tried."""
         with suppress(TooMuchWorkError), limited_work():
-            if "static repair" not in self.settings.without:
+            if "static repair" not in self._program.without:
                 repaired = self._repairer.repaired_run(candidate.workflow, candidate.execution)
                 return None if str(repaired) in self._seen else repaired
         return None
@@ -287,7 +272,7 @@ class Search:
         """Repair a new workflow by its schemas, before any call."""
         planned = len(workflow.nodes)
         with suppress(TooMuchWorkError), limited_work():
-            if "static repair" not in self.settings.without:
+            if "static repair" not in self._program.without:
                 workflow = replace(self._repairer, outputs=outputs or {}).repaired(workflow)
         return Candidate(workflow, origin, planned)
 
@@ -381,7 +366,7 @@ class Evoflux(dspy.Module):
         width: candidates that live at once, and plans that are asked for first. With one it is lockstep; more end a
             question sooner and pay more tokens.
         tool_timeout_seconds: the longest that one call may take.
-        without: mechanisms that are left out, see :class:`~.SearchSettings`.
+        without: mechanisms that are left out, see "static repair" or "LM edits".
 
     Raises:
         ConfigurationError: an argument that cannot work, with the reason.
@@ -420,15 +405,8 @@ class Evoflux(dspy.Module):
         self.effects: Mapping[str, Effect] | Effect | None = effects
         self.world = world or next((tool for tool in self.tools if hasattr(tool, "fork")), None)
         self.tool_timeout_seconds = tool_timeout_seconds
-        self.settings = SearchSettings(
-            max_seconds=max_seconds,
-            max_tool_calls=max_tool_calls,
-            max_tokens=max_tokens,
-            max_candidates=max_candidates,
-            width=width,
-            checks=tuple(checks),
-            without=frozenset(without),
-        )
+        self.max_seconds, self.max_tool_calls, self.max_tokens = max_seconds, max_tool_calls, max_tokens
+        self.max_candidates, self.width, self.checks, self.without = max_candidates, width, checks, without
         self.requests = Requests(num_threads)
         asked = {name: (field.annotation, field) for name, field in wanted.input_fields.items()}
         fields: dict[str, Any] = {name: (field.annotation, field) for name, field in wanted.fields.items()}
@@ -489,15 +467,12 @@ class Evoflux(dspy.Module):
                     tools,
                     partial(request, "execute", step),
                     Threads(requests.limit, "tools"),
-                    max_calls=self.settings.max_tool_calls or math.inf,
+                    max_calls=self.max_tool_calls or math.inf,
                     world=self.world,
                     timeout_seconds=self.tool_timeout_seconds,
                     stats=stats,
                 )
-                predictors = self.plan, self.edit
-                search = Search(
-                    self.settings, *predictors, asked, executor, request, lambda: tokens_of(usage), is_alone
-                )
+                search = Search(self, asked, executor, request, lambda: tokens_of(usage), is_alone)
                 try:
                     best = await search.run()
                     execution = await self._final(best, executor)

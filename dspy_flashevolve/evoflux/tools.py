@@ -99,7 +99,8 @@ def as_json(value: Any) -> Any:
 
 
 def spec_of(tool: Any, effect: Effect | None = None) -> ToolSpec:
-    """Describe a ``dspy.Tool``, or a function with type hints; without an effect it counts as "write", which is safe."""
+    """Describe a ``dspy.Tool``, or a function with type hints; without an effect it counts as "write", which is
+    safe."""
     made = tool if isinstance(tool, dspy.Tool) else dspy.Tool(tool)
     try:
         signature = dict(inspect.signature(made.func).parameters)

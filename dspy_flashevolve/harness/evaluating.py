@@ -397,7 +397,8 @@ class Evaluations:
         return Rollout(outcome.fields, score, trajectory=trial, tokens=outcome.tokens)
 
     def _cost_of(self, outcome: Outcome) -> float:
-        """Return the cost of a run; ConfigurationError where the user's function raised, or returned no finite number."""
+        """Return the cost of a run; ConfigurationError where the user's function raised, or returned no finite
+        number."""
         name = name_of(self._settings.cost)
         try:
             cost: Any = self._settings.cost(outcome)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
@@ -134,19 +133,13 @@ class Drafts:
         return [self._guarded(tool) for tool in (*reading, self.write_draft, self.edit_draft, self.run_draft)]
 
     def _guarded(self, tool: Callable[..., str | Awaitable[str]]) -> Callable[..., Awaitable[str]]:
-        """Return a tool that answers wrong arguments and spent tokens with a text, and always with valid Unicode."""
-        signature = inspect.signature(tool)
+        """Return a tool that answers spent tokens with a text, and always with valid Unicode."""
 
         @functools.wraps(tool)
         async def guarded(*args: Any, **kwargs: Any) -> str:
             if self._is_spent():
                 return "The tokens of this proposal are spent: finish, and submit what you have."
-            try:
-                given = signature.bind(*args, **kwargs)
-            except TypeError as error:
-                expected = ", ".join(signature.parameters)
-                return without_surrogates(f"It was called with wrong arguments, expected {expected}: {error}"[:300])
-            answer = tool(*given.args, **given.kwargs)
+            answer = tool(*args, **kwargs)
             return without_surrogates(answer if isinstance(answer, str) else await answer)
 
         return guarded
@@ -156,8 +149,6 @@ class Drafts:
         path = draft_path(name)
         if not re.fullmatch(r"drafts/\w{1,40}\.py", path):
             return f"The name {str(name)[:60]!r} is no name of a draft: up to 40 letters, digits and underscores."
-        if len(self.files) >= MOST_DRAFTS and path not in self.files:
-            return f"There are {MOST_DRAFTS} drafts: write over one of them."
         if not isinstance(source, str) or len(source) > MOST_CHARACTERS:
             return f"The source must be a text of at most {MOST_CHARACTERS} characters."
         self.files[path] = source
@@ -204,10 +195,6 @@ class Drafts:
             return f"{trace_text(trial)[-PAGE_CHARACTERS:]}\n({self._left} runs left)"
 
 
-MOST_DRAFTS = 16
-"""Drafts that one proposal may keep at a time: twice the modules that most proposals write."""
-
-
 class _Agent(dspy.ReAct):
     """A `dspy.ReAct` whose prompts are valid Unicode, also where thoughts or arguments of its LM are not."""
 
@@ -217,12 +204,4 @@ class _Agent(dspy.ReAct):
 
 def agent_of(tools: Sequence[Callable[..., Awaitable[str]]], max_steps: int) -> dspy.Module:
     """Return the agent that reads the archive, writes drafts and runs them, with at most so many calls of its tools."""
-    # A tool itself answers an argument that it does not take; dspy's check would raise.
-    checking = [dspy.Tool(tool).model_copy(update={"has_kwargs": True}) for tool in tools]
-    agent: Any = _Agent(ProposeHarness, tools=checking, max_iters=max_steps)
-    agent.tools["finish"] = dspy.Tool(_finish, name="finish", desc=agent.tools["finish"].desc, args={})
-    return agent
-
-
-async def _finish(**_: Any) -> str:
-    return "Completed."
+    return _Agent(ProposeHarness, tools=list(tools), max_iters=max_steps)

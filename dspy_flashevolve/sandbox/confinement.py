@@ -245,7 +245,8 @@ def _column(machine: str) -> int:
 
 
 def refuse_system_calls() -> None:
-    """Install the filter in this process, which must have one thread. It cannot be removed, and new threads inherit it."""
+    """Install the filter in this process, which must have one thread. It cannot be removed, and new threads inherit
+    it."""
     program = _program(platform.machine(), os.getpid())
     no_new_privileges()
     memory = ctypes.create_string_buffer(program, len(program))
