@@ -274,10 +274,7 @@ def area_plot(series: Mapping[str, Sequence[float]], right: float, x_name: str, 
         top = "".join(f"V{axes.y(value)}H{xs[number + 1]}" for number, value in enumerate(above))
         back = "".join(f"V{axes.y(below[number])}H{xs[number]}" for number in reversed(range(bins)))
         path = f'd="M{xs[0]} {axes.y(below[0])}{top}{back}Z"'
-        body.append(f'<path class="c{colour % COLOURS}" {path}><title>{_tooltip(name, values)}</title></path>')
+        tooltip = escape(f"{name}: {max(values):.3g} at most, {sum(values) / len(values):.3g} on average")
+        body.append(f'<path class="c{colour % COLOURS}" {path}><title>{tooltip}</title></path>')
         below = above
     return axes.svg(body, x_name, label, y_name)
-
-
-def _tooltip(name: str, values: Sequence[float]) -> str:
-    return escape(f"{name}: {max(values):.3g} at most, {sum(values) / len(values):.3g} on average")

@@ -27,10 +27,6 @@ class LengthLaw:
 
     Raises:
         ValueError: If `median_tokens` is not positive or `sigma` is negative.
-
-    Examples:
-        >>> LengthLaw(median_tokens=250, sigma=0.8).tokens(0.99)
-        1608
     """
 
     median_tokens: float
@@ -239,11 +235,7 @@ PROFILES: dict[str, Profile] = {profile.name: profile for profile in (H100_QWEN3
 
 
 def profile_named(name: str) -> Profile:
-    """Return the profile with a name.
-
-    Raises:
-        ValueError: If there is none; the message lists the names there are.
-    """
+    """Return the profile with a name; a ValueError where there is none lists the names there are."""
     try:
         return PROFILES[name]
     except KeyError:

@@ -115,7 +115,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     inputs = _sections(user if request < 0 else user[:request])
     found = (_CHAT_FIELD if chat > as_json else _JSON_FIELD).findall(user[request:]) if request >= 0 else []
     fields = tuple(OutputField(name, type_name or "str") for name, type_name in found if name != "completed")
-    kinds = [kind for kind, names in _INPUTS if inputs.keys() >= names]
+    kinds: list[PromptKind] = [kind for kind, names in _INPUTS if inputs.keys() >= names]
     if _value(payload, "stream", bool, "true or false"):
         raise BadRequest("stream must be false here", "stream")
     response_format = payload.get("response_format")
