@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dspy_flashevolve.sim.faults import BODY_KINDS, DRAWN_KINDS, Faults
+from dspy_flashevolve.sim.faults import Faults
 from dspy_flashevolve.sim.server import ServerConfig, serve
 
 Client = aiohttp.ClientSession
@@ -204,17 +204,3 @@ def test_a_bad_request_draws_no_fault() -> None:
         assert (await stats(session))["faults"] == {}
 
     run(Faults(server_error=1.0), test)
-
-
-def test_a_reset_forgets_the_faults_that_were_counted() -> None:
-    async def test(session: Client) -> None:
-        await ask(session)
-        assert (await stats(session))["faults"] == {"server_error": 1}
-        await session.post("/stats/reset")
-        assert (await stats(session))["faults"] == {}
-
-    run(Faults(server_error=1.0), test)
-
-
-def test_every_body_kind_is_a_kind() -> None:
-    assert set(BODY_KINDS) < set(DRAWN_KINDS)

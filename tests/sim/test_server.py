@@ -171,16 +171,6 @@ def test_metrics_have_vllms_names() -> None:
     run(test)
 
 
-def test_models_and_health_answer() -> None:
-    async def test(session: Client) -> None:
-        async with session.get("/v1/models") as response:
-            assert (await response.json())["data"][0]["id"] == "Qwen/Qwen3-8B"
-        async with session.get("/health") as response:
-            assert response.status == 200
-
-    run(test)
-
-
 def test_no_body_gives_a_server_error() -> None:
     @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
