@@ -24,18 +24,13 @@ FAILURES = ("RolloutTimedOut", "ExampleGivenUp", "EndpointPaused", "LimitChanged
 
 @dataclass(frozen=True, slots=True)
 class RequestTotals:
-    """What a group of requests added up to.
+    """What the requests of a stage, or a role, added up to.
 
     Args:
-        name: the stage or role that made them.
-        requests: requests that were answered.
         failed: answers of no use, out of ``requests``.
-        tokens: prompt and completion tokens.
         cost_dollars: dollars; None where tokens were used and no price is known.
-        served_seconds: seconds in slots, summed.
-        median_seconds: median seconds of one request in its slot.
-        waited_seconds: seconds that steps waited for their first slot in the stage, summed.
-        visits: visits of steps to the stage.
+        served_seconds, median_seconds: seconds in slots: their sum, and the median of a request.
+        waited_seconds, visits: seconds that steps waited for their first slot in the stage, and steps that came to it.
     """
 
     name: str
@@ -51,20 +46,15 @@ class RequestTotals:
 
 @dataclass(frozen=True, slots=True)
 class RunTotals:
-    """A run in numbers.
+    """A run in numbers; what is not known is None.
 
     Args:
-        seconds, tokens: None where there is only another program's checkpoint, which tells neither.
-        calls: metric calls.
-        max_calls: metric calls allowed; None without such a limit.
+        calls, max_calls: metric calls made and allowed; None without such a limit.
         steps: how steps ended -> how many did; "at work" for those without an end.
         reasons: reason -> steps that ended without a commit for it.
-        seed_score: validation score of the seed; None while it is not known.
-        best_score, best: validation score and index of the best candidate; None where none has a score.
+        best_score, best: validation score and index of the best candidate.
         accepted: candidates beside the seed.
         by_role: totals of the task LM and of those that reflect; empty where nothing tells of requests.
-        by_stage: totals by stage.
-        cost_dollars: None where the price of a stage's model, or what was used, is not known.
         failures: kind of event -> how many there were.
     """
 
@@ -196,34 +186,18 @@ def example_scores(history: History, most_rows: int, most_columns: int) -> Examp
     Where there are more candidates than rows, the seed, the best and those that win most examples are kept.
     """
     scored = [candidate for candidate in history.candidates if candidate.scores and candidate.score is not None]
-    examples = list(dict.fromkeys(example for candidate in scored for example in candidate.scores))
-    examples.sort(key=lambda example: (len(example), example))  # ids are texts: "9" before "10"
+    examples = sorted({example for one in scored for example in one.scores}, key=lambda one: (len(one), one))
     best = {
         example: max(candidate.scores[example] for candidate in scored if example in candidate.scores)
-        for example in examples
+        for example in examples  # ids are texts: "9" before "10"
     }
-    wins = {
-        candidate.index: sum(candidate.scores.get(example, -math.inf) >= best[example] for example in examples)
-        for candidate in scored
-    }
+    wins = {one.index: sum(value >= best[example] for example, value in one.scores.items()) for one in scored}
     shown = history.best, history.seed
-    by_interest = sorted(
-        scored,
-        key=lambda candidate: (
-            candidate is not shown[0],
-            candidate is not shown[1],
-            -wins[candidate.index],
-            candidate.index,
-        ),
-    )
-    kept = sorted(by_interest[:most_rows], key=lambda candidate: candidate.index)
-    columns = examples[:most_columns]
+    scored.sort(key=lambda one: (one is not shown[0], one is not shown[1], -wins[one.index], one.index))
+    kept, columns = sorted(scored[:most_rows], key=lambda one: one.index), examples[:most_columns]
     return ExampleScores(
         columns,
-        [
-            (candidate, [candidate.scores.get(example) for example in columns], wins[candidate.index])
-            for candidate in kept
-        ],
+        [(one, [one.scores.get(example) for example in columns], wins[one.index]) for one in kept],
         [best[example] for example in columns],
         (len(scored) - len(kept), len(examples) - len(columns)),
     )

@@ -28,13 +28,11 @@ FREQUENT = ("StageVisited", "RequestFinished", "LmCallCounted", "StepOpened", "P
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One call of `compile` on the run directory.
+    """One call of `compile` on the run directory; sessions are numbered from 1.
 
     Args:
-        number: from 1.
         began_at: seconds since 1970.
         state: how it ended (finished, stopped, failed, aborted); "running"; "killed" where no end was written.
-        reason: why it ended.
         settings: the optimizer's arguments.
         fingerprints: of the optimizer, the program, the data and the metric.
     """
@@ -51,19 +49,20 @@ class Session:
 class Candidate:
     """A candidate as it was committed: one of GEPA's pool, a validated playbook, or a harness.
 
+    What the journal does not say is None.
+
     Args:
         index: number in the pool; the seed is 0.
         texts: component -> text.
-        score: validation score; None for a seed whose validation has not ended, or is not in the journal.
+        score: validation score; None for a seed whose validation has not ended.
         scores: example's id as text -> score; while the seed is being validated, those that are known.
         parents: indices of its parents; the first is the one that it was made from.
-        step: the step that made it; None where another program did, or the journal does not say.
-        seconds: when it was committed; None where the journal does not say.
-        calls: metric calls made by then; None where the journal does not say.
-        gap: commits that its step had not seen; None where the journal does not say.
+        step: the step that made it; None where another program did.
+        seconds, calls: when it was committed, and metric calls made by then.
+        gap: commits that its step had not seen.
         version: version of the pool that it was committed as.
         more: whatever the loop has written beside it.
-        examples: size of the validation set, of a seed that is being validated; None where that is not known.
+        examples: size of the validation set, of a seed that is being validated.
         has_grown: it joins edits of several reflections, and was not written anew.
     """
 
@@ -88,9 +87,7 @@ class Request:
 
     Args:
         seconds: when it was answered.
-        stage, step: for which it was made.
         role: who was asked: the task LM, or one that reflects, repairs or proposes.
-        tokens, cost_dollars: what it used.
         latency_seconds: seconds in its slot.
         score, example: those of a rollout; None for any other request.
         error: why the answer is of no use; empty where it is of use.
@@ -115,10 +112,8 @@ class StepRecord:
     """A step.
 
     Args:
-        number: the step's number.
         selection: what it works on, as its loop wrote it down.
-        way: how it ended; empty while it has no end.
-        reason: why it ended so.
+        way, reason: how and why it ended; empty while it has no end.
         replies: stage and JSON of each reply to a request that ran no program; empty unless replies were read.
     """
 
@@ -148,17 +143,13 @@ class History:
     """All that the journal of a run tells.
 
     Args:
-        directory: the run directory.
         optimizer: name of the optimizer.
-        sessions: the calls of `compile` on the directory, in order.
         seconds: from the start of the run to the last row.
         session_began: when the newest session began, in the same seconds.
-        calls: metric calls made.
-        max_calls: metric calls allowed; None without such a limit.
+        calls, max_calls: metric calls made and allowed; None without such a limit.
         in_flight: stage -> requests that hold a slot, about a second ago; empty for a run that is over.
         candidates: by index, the seed first.
         requests: by the time of their answers.
-        steps: number -> step.
         visits: visits of steps to stages, by their ends.
         events: all events but those of the kinds in :data:`FREQUENT`, in order.
         changes: changes that reflections made, with their estimated effects.
@@ -193,15 +184,9 @@ class History:
     def best(self) -> Candidate | None:
         """The candidate that the run returns: the highest score, of equals one that has not grown, then the cheapest,
         then the first."""
-        scored = [
-            candidate
-            for candidate in self.candidates
-            if candidate.score is not None and not math.isnan(candidate.score)
-        ]
+        scored = [one for one in self.candidates if one.score is not None and not math.isnan(one.score)]
         return max(
-            scored,
-            key=lambda one: (one.score, not one.has_grown, -_cost(one), -one.version, -one.index),
-            default=None,
+            scored, key=lambda one: (one.score, not one.has_grown, -_cost(one), -one.version, -one.index), default=None
         )
 
     def of_kind(self, kind: str) -> list[EventRecord]:
@@ -243,6 +228,7 @@ def read(run_dir: str | Path, replies: bool = False) -> History:
         calls = query("SELECT session, at, stage, calls FROM calls ORDER BY id")
         newest = sessions[-1] if sessions else None
         requests = _requests(query, clock, events)
+        in_flight = _state(query, IN_FLIGHT) if newest is not None and newest.state == "running" else {}
         return History(
             directory=str(run_dir),
             optimizer="a run" if newest is None else newest.fingerprints.get("optimizer", "a run"),
@@ -251,7 +237,7 @@ def read(run_dir: str | Path, replies: bool = False) -> History:
             session_began=clock.newest,
             calls=sum(row["calls"] for row in calls),
             max_calls=None if newest is None else newest.settings.get("max_metric_calls"),
-            in_flight=_in_flight(query) if newest is not None and newest.state == "running" else {},
+            in_flight={stage: requests for stage, requests in in_flight.items() if requests},
             candidates=_candidates(query, clock, rare, calls, Path(run_dir), _valset_size(sessions)),
             requests=requests,
             steps=_steps(query, replies),
@@ -303,12 +289,6 @@ def _state(query: Query, name: str) -> dict[str, Any]:
     """Return the value that the journal keeps under a name; empty where there is none."""
     rows = query(f"SELECT value FROM state WHERE name = '{name}'")
     return json.loads(rows[0]["value"]) if rows else {}
-
-
-def _in_flight(query: Query) -> dict[str, int]:
-    """Return the requests that held a slot when the run last wrote that down; see `Journal.keep_current`."""
-    by_stage: dict[str, int] = _state(query, IN_FLIGHT)
-    return {stage: requests for stage, requests in by_stage.items() if requests}
 
 
 class _Clock:
@@ -405,10 +385,7 @@ def _seed(
     stored: Path,
     valset_size: int | None,
 ) -> Candidate:
-    """Return the program that was validated before any step.
-
-    It has a score when its validation has ended. The mean of the scores that are known before is not its score, and
-    where they are few it may be far from it.
+    """Return the program that was validated before any step; it has a score when its validation has ended.
 
     Args:
         stored: gepa's own file of candidates, for a seed that another program has validated.

@@ -1,11 +1,8 @@
-"""A live table of a run, redrawn in a terminal or a notebook. Needs the extra ``rich``."""
+"""A live table of a run, redrawn in its place. Needs the extra ``rich``."""
 
 from __future__ import annotations
 
-import io
-import sys
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,56 +17,17 @@ from dspy_flashevolve.observe.progress import Display, share_since, used_share
 from dspy_flashevolve.observe.statistics import RunStats
 
 HEAD = ("stage", "waiting", "in flight", "answered", "tokens", "dollars", "slot seconds")
-NOTEBOOK_COLUMNS = 100
-"""Characters of a line in a notebook: they fit between its margins on most screens."""
-REDRAW_SECONDS = 2.0
-"""Least seconds between two drawings in a notebook: each is a message to the page, which many make slow."""
-
-
-def kernel_display() -> Callable[..., Any] | None:
-    """Return IPython's ``display`` in the kernel of a notebook; None anywhere else, IPython in a terminal included."""
-    module: Any = sys.modules.get("IPython")  # not imported here: a notebook's kernel has done so
-    if module is None or getattr(module.get_ipython(), "kernel", None) is None:
-        return None
-    return module.display.display
-
-
-class Output:
-    """A text in a notebook, which replaces the one before.
-
-    Args:
-        display: IPython's ``display``, or a function with its arguments.
-        clock: returns seconds.
-    """
-
-    def __init__(self, display: Callable[..., Any], clock: Callable[[], float] = time.monotonic) -> None:
-        self._display, self._clock = display, clock
-        self._handle: Any = None
-        self._drawn_seconds = 0.0
-
-    def draw(self, text: Callable[[], str], is_last: bool = False) -> None:
-        """Draw a text; unless it is the last one, not sooner than :data:`REDRAW_SECONDS` after the one before."""
-        now = self._clock()
-        if self._handle is not None and not is_last and now - self._drawn_seconds < REDRAW_SECONDS:
-            return
-        self._drawn_seconds = now
-        shown = {"text/plain": text()}
-        if self._handle is None:
-            self._handle = self._display(shown, raw=True, display_id=True)
-        else:
-            self._handle.update(shown, raw=True)
 
 
 class LiveTable(BaseCallback, Display):
     """A callback of dspy's that shows runs in the place of the bar: ``dspy.configure(callbacks=[LiveTable()])``.
 
     The table shows what has been spent and what the best score is, and for each stage the requests that wait, are in
-    flight and were answered. Log lines stand above it. In a notebook it is one output, redrawn in its place at most
-    every two seconds, and at the end.
+    flight and were answered. Log lines stand above it. In a notebook rich draws it by ipywidgets.
 
     Args:
         refresh_seconds: seconds between two drawings in a terminal, above 0.
-        console: rich's console to draw on. Default: the notebook, or rich's own on standard output.
+        console: rich's console to draw on. Default: rich's own, on standard output or in the notebook.
     """
 
     def __init__(self, refresh_seconds: float = 0.5, console: Console | None = None) -> None:
@@ -79,15 +37,6 @@ class LiveTable(BaseCallback, Display):
     def observing(self, run: Any) -> Generator[None, None, None]:
         """Show the run while it goes on; see :class:`~dspy_flashevolve.engine.run.Observer`."""
         used_before = _used(run, run.statistics())
-        display = kernel_display() if self._console is None else None
-        if display is not None:
-            output = Output(display)
-            run.bus.subscribe(lambda _: output.draw(lambda: _as_text(_draw(run, used_before))))
-            try:
-                yield
-            finally:
-                output.draw(lambda: _as_text(_draw(run, used_before)), is_last=True)
-            return
         with Live(
             console=self._console,
             get_renderable=lambda: _draw(run, used_before),
@@ -96,12 +45,6 @@ class LiveTable(BaseCallback, Display):
             yield
         if not live.console.is_terminal and not live.console.is_jupyter:
             live.console.line()  # rich leaves the last line open
-
-
-def _as_text(drawing: Group) -> str:
-    written = io.StringIO()
-    Console(file=written, width=NOTEBOOK_COLUMNS, force_jupyter=False).print(drawing)
-    return written.getvalue()
 
 
 def _used(run: Any, stats: RunStats) -> float:

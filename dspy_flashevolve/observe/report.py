@@ -147,27 +147,25 @@ def _family(history: History) -> Iterator[tuple[int, Candidate, list[str] | None
 
 def _failures(history: History) -> dict[str, list[str]]:
     """Return title -> lines, for each kind of failure; the newest failures of each."""
-    failures: dict[str, list[str]] = {}
-    errors = Counter((request.stage, _clipped(request.error)) for request in history.requests if request.error)
-    if errors:
-        failures["Requests whose answer was of no use"] = [
-            f"{count} times in {stage}: {error}" for (stage, error), count in errors.most_common(MOST_ROWS)
-        ]
-    turned_away = Counter(
-        (event.fields["endpoint"], _clipped(event.fields["reason"])) for event in history.of_kind("RequestTurnedAway")
-    )
-    if turned_away:
-        failures[f"Requests that got no answer, and were made again ({turned_away.total():,})"] = [
-            f"{count} times by {name}: {reason}" for (name, reason), count in turned_away.most_common(MOST_ROWS)
-        ]
-    failed = Counter(_clipped(step.reason) for step in history.steps.values() if step.way == "failed")
-    if failed:
-        failures[f"Steps that failed ({failed.total():,})"] = [
-            f"{count} times: {reason}" for reason, count in failed.most_common(MOST_ROWS)
-        ]
+    counted = {
+        "Requests whose answer was of no use": [
+            f"in {request.stage}: {_clipped(request.error)}" for request in history.requests if request.error
+        ],
+        "Requests that got no answer, and were made again": [
+            f"by {event.fields['endpoint']}: {_clipped(event.fields['reason'])}"
+            for event in history.of_kind("RequestTurnedAway")
+        ],
+        "Steps that failed": [
+            f"since: {_clipped(step.reason)}" for step in history.steps.values() if step.way == "failed"
+        ],
+    }
+    failures = {
+        f"{title} ({len(lines):,})": [f"{count} times {line}" for line, count in Counter(lines).most_common(MOST_ROWS)]
+        for title, lines in counted.items()
+        if lines
+    }
     for kind, title in FAILURE_TITLES.items():
-        events = history.of_kind(kind)
-        if events:
+        if events := history.of_kind(kind):
             failures[f"{title} ({len(events)})"] = [
                 f"after {format_duration(event.seconds)}: "
                 + ", ".join(f"{name} {_clipped(str(value))}" for name, value in event.fields.items() if name != "shift")
@@ -276,10 +274,7 @@ def area_plot(series: Mapping[str, Sequence[float]], right: float, x_name: str, 
         top = "".join(f"V{axes.y(value)}H{xs[number + 1]}" for number, value in enumerate(above))
         back = "".join(f"V{axes.y(below[number])}H{xs[number]}" for number in reversed(range(bins)))
         path = f'd="M{xs[0]} {axes.y(below[0])}{top}{back}Z"'
-        body.append(f'<path class="c{colour % COLOURS}" {path}><title>{_tooltip(name, values)}</title></path>')
+        tooltip = escape(f"{name}: {max(values):.3g} at most, {sum(values) / len(values):.3g} on average")
+        body.append(f'<path class="c{colour % COLOURS}" {path}><title>{tooltip}</title></path>')
         below = above
     return axes.svg(body, x_name, label, y_name)
-
-
-def _tooltip(name: str, values: Sequence[float]) -> str:
-    return escape(f"{name}: {max(values):.3g} at most, {sum(values) / len(values):.3g} on average")

@@ -478,12 +478,7 @@ def _unreadable_lines(stats: AsyncStats) -> list[str]:
 def _change_lines(stats: AsyncStats) -> list[str]:
     change = stats.prompt_change.splitlines()
     more = [f"... and {len(change) - SHOWN_LINES} lines more"] if len(change) > SHOWN_LINES else []
-    return [
-        line
-        if len(line) <= SHOWN_CHARACTERS
-        else f"{line[:SHOWN_CHARACTERS]}... and {len(line) - SHOWN_CHARACTERS:,} characters more"
-        for line in change[:SHOWN_LINES]
-    ] + more
+    return [line[:SHOWN_CHARACTERS] + "..." * (len(line) > SHOWN_CHARACTERS) for line in change[:SHOWN_LINES]] + more
 
 
 def steps_by_end(stats: RunStats) -> dict[str, int]:
@@ -500,9 +495,7 @@ def limited_by(stats: RunStats) -> str:
     reflecting = sum(stats.busy_seconds_by_stage.get(stage, 0.0) for stage in REFLECTION_STAGES)
     busy = sum(stats.busy_seconds_by_stage.values())
     # Refusals come first: where a provider turns requests away, more slots would only bring more refusals.
-    if stats.pauses or any(
-        change.after < change.before and change.reason == "refused" for change in stats.limit_changes
-    ):
+    if stats.pauses or any(one.after < one.before and one.reason == "refused" for one in stats.limit_changes):
         retries = f"{stats.retried_requests} requests were made again"
         if stats.turned_away:  # quoted, not interpreted: it may be a rate limit, a refused connection or a timeout
             reason, count = Counter(stats.turned_away).most_common(1)[0]
@@ -530,13 +523,11 @@ def _parts(by_stage: Mapping[str, T], shown: Callable[[T], str]) -> str:
 def _dollars_line(by_stage: Mapping[str, float | None]) -> str:
     """List the dollars of each stage, and name the stages whose models have no price."""
     priced = {stage: cost for stage, cost in by_stage.items() if cost is not None}
-    unpriced = [stage for stage, cost in by_stage.items() if cost is None]
-    known = _parts(priced, lambda cost: f"{cost:.4f}")
-    if not unpriced:
-        return known
-    if not priced:
+    if not priced and by_stage:
         return "unknown (litellm has no price for the models)"
-    return f"{known}; unknown for {', '.join(unpriced)} (litellm has no price for the model)"
+    unpriced = ", ".join(stage for stage in by_stage if stage not in priced)
+    more = f"; unknown for {unpriced} (litellm has no price for the model)" if unpriced else ""
+    return _parts(priced, lambda cost: f"{cost:.4f}") + more
 
 
 def log_summary(logger: logging.Logger, stats: AsyncStats, error: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.texts import printable
-from dspy_flashevolve.observe.analysis import RequestTotals, RunTotals, family_tree, totals_of
+from dspy_flashevolve.observe.analysis import RunTotals, family_tree, totals_of
 from dspy_flashevolve.observe.formatting import (
     UNKNOWN,
     candidates_diff,
@@ -59,7 +59,16 @@ def status(history: History) -> str:
     ]
     if totals.by_role:
         head = ["", "requests", "no use", "tokens", "dollars", "median s", "waited s"]
-        rows = [_request_row(requests) for requests in [*totals.by_role.values(), *totals.by_stage]]
+        rows = [
+            [
+                group.name,
+                *(format_number(count) for count in (group.requests, group.failed, group.tokens)),
+                format_number(group.cost_dollars, 4),
+                format_number(group.median_seconds, 2),
+                format_number(group.waited_seconds, 1) if group.visits else "",
+            ]
+            for group in [*totals.by_role.values(), *totals.by_stage]
+        ]
         lines += [*format_table(head, rows), ""]
     for candidate in [candidate for candidate in history.candidates if candidate.index > 0][-LATEST:]:
         when = "" if candidate.seconds is None else f" after {format_duration(candidate.seconds)}"
@@ -125,18 +134,6 @@ def watch(
     return history
 
 
-def _request_row(requests: RequestTotals) -> list[str]:
-    return [
-        requests.name,
-        format_number(requests.requests),
-        format_number(requests.failed),
-        format_number(requests.tokens),
-        format_number(requests.cost_dollars, 4),
-        format_number(requests.median_seconds, 2),
-        format_number(requests.waited_seconds, 1) if requests.visits else "",
-    ]
-
-
 def _origin(candidate: Candidate) -> str:
     """Name the step that made a candidate; nothing for a playbook, which many steps have made."""
     if candidate.step is None:
@@ -162,7 +159,10 @@ def compare(runs: Sequence[tuple[History, RunTotals]]) -> str:
                 format_number(totals.accepted),
                 format_number(sum(totals.steps.values()) if history.sessions else None),
                 format_number(totals.calls),
-                *(format_number(tokens) for tokens in _tokens_by_role(totals)),
+                *(
+                    format_number(totals.by_role[role].tokens if totals.by_role else None)
+                    for role in ("task", "reflection")
+                ),
                 format_number(totals.cost_dollars, 4),
                 format_duration(totals.seconds),
             ]
@@ -175,10 +175,6 @@ def compare(runs: Sequence[tuple[History, RunTotals]]) -> str:
         if len(set(values)) > 1 and name != "log_dir" and all(name in of_run for of_run in settings):
             lines.append(f"{name}: {' | '.join(value[:60] for value in values)}")
     return "\n".join(lines)
-
-
-def _tokens_by_role(totals: RunTotals) -> list[int | None]:
-    return [totals.by_role[role].tokens if totals.by_role else None for role in ("task", "reflection")]
 
 
 def diff(history: History, before: str, after: str) -> str:
@@ -199,10 +195,8 @@ def candidate_of(history: History, name: str) -> Candidate:
     if candidate is None:
         if name == "best":
             raise ConfigurationError(f"{history.directory}: no candidate has a score yet, so none is the best.")
-        numbers = [str(candidate.index) for candidate in history.candidates]
-        known = ", ".join(numbers) or "none"
-        if len(numbers) > MOST_NAMED:
-            known = f"{numbers[0]} to {numbers[-1]}"
+        numbers = [str(candidate.index) for candidate in history.candidates] or ["none"]
+        known = ", ".join(numbers) if len(numbers) <= MOST_NAMED else f"{numbers[0]} to {numbers[-1]}"
         raise ConfigurationError(f"{history.directory}: candidate {name!r}, expected best, seed or one of {known}.")
     return candidate
 
@@ -223,7 +217,9 @@ def tree(history: History, prompts: bool = False) -> str:
     for depth, candidate, parent in family_tree(history):
         indent = "  " * min(depth, MOST_LEVELS)
         if parent is None:
-            lines.append("candidate 0 (the seed)" + _seed_score(candidate))
+            standing = f": {format_standing(candidate)} validated" if candidate.scores else ""
+            standing = standing if candidate.score is None else f": score {candidate.score:.3f}"
+            lines.append(f"candidate 0 (the seed){standing}")
             if prompts:
                 lines += [f"  {name}: {line}" for name, text in candidate.texts.items() for line in text.splitlines()]
             continue
@@ -239,18 +235,13 @@ def tree(history: History, prompts: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _seed_score(seed: Candidate) -> str:
-    if seed.score is None:
-        return f": {format_standing(seed)} validated" if seed.scores else ""
-    return f": score {seed.score:.3f}"
-
-
 PREDICTOR = "predictor '"
 """How the name of a predictor's fingerprint begins in the journal; see programs/fingerprints.py."""
+SAVED = 'expected what student.save("student.json") wrote.'
 
 
 def program_state(history: History, candidate: Candidate, base: str | Path | None = None) -> dict[str, Any]:
-    """Return the student's state with a candidate's texts in it.
+    """Return the student's state with a candidate's texts in it, as ``load`` takes it.
 
     The journal holds the texts of candidates, and of a harness all there is. Demos, field descriptions and LMs of
     predictors belong to the student. Without ``base`` the state has none of them: the program that loads it keeps its
@@ -264,46 +255,38 @@ def program_state(history: History, candidate: Candidate, base: str | Path | Non
     """
     if not candidate.texts:
         raise ConfigurationError(f"{history.directory}: the texts of candidate {candidate.index} are not there.")
+    metadata: Any = {"dependency_versions": {}}  # without it ``load`` refuses a state
     if history.optimizer == "AsyncMetaHarness":
         memory = candidate.more["candidate"].get("memory")
-        return _complete({"module_src": candidate.texts["source"], "memory": memory, "lm": None})
+        return {"module_src": candidate.texts["source"], "memory": memory, "lm": None, "metadata": metadata}
     state = {} if base is None else _read_state(Path(base))
     fingerprints = history.sessions[-1].fingerprints if history.sessions else {}
     predictors = {name[len(PREDICTOR) : -1] for name in fingerprints if name.startswith(PREDICTOR)}
-    missing = sorted(predictors - candidate.texts.keys() - state.keys())
-    unknown = sorted(candidate.texts.keys() - state.keys()) if base is not None else []
+    missing = predictors - candidate.texts.keys() - state.keys()
+    unknown = candidate.texts.keys() - state.keys() if base is not None else set[str]()
     if missing or unknown:
         raise ConfigurationError(
-            f"{base or history.directory}: it says nothing of {', '.join(missing or unknown)}. Give what "
+            f"{base or history.directory}: it says nothing of {', '.join(sorted(missing or unknown))}. Give what "
             'student.save("student.json") wrote for the program that was optimized, by --program student.json.'
         )
     for name, text in candidate.texts.items():
         part = state.setdefault(name, {"lm": None})  # load reads this key of every predictor
         if not isinstance(part, dict) or not isinstance(part.get("signature", {}), dict):
-            raise ConfigurationError(f"{base}: {name} is no predictor's state, expected what student.save wrote.")
+            raise ConfigurationError(f"{base}: {name} is no predictor's state, {SAVED}")
         if "module_src" in part or (name not in predictors and predictors):  # a dspy.Flex
             part["module_src"] = text
         else:
             part.setdefault("signature", {"fields": []})["instructions"] = text
-    return _complete(state)
-
-
-def _complete(state: dict[str, Any]) -> dict[str, Any]:
-    """Add the metadata without which ``load`` refuses a state."""
-    return {**state, "metadata": state.get("metadata", {"dependency_versions": {}})}
+    return {"metadata": metadata, **state}
 
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigurationError(
-            f'{path} cannot be read ({error.strerror}), expected what student.save("student.json") wrote.'
-        ) from error
+        raise ConfigurationError(f"{path} cannot be read ({error.strerror}), {SAVED}") from error
     except ValueError as error:
-        raise ConfigurationError(
-            f'{path} is no JSON ({error}), expected what student.save("student.json") wrote.'
-        ) from error
+        raise ConfigurationError(f"{path} is no JSON ({error}), {SAVED}") from error
     if not isinstance(state, dict) or "metadata" not in state:
-        raise ConfigurationError(f'{path} holds no program, expected what student.save("student.json") wrote.')
+        raise ConfigurationError(f"{path} holds no program, {SAVED}")
     return state

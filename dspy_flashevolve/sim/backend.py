@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import NormalDist
 
 _NORMAL = NormalDist()
@@ -27,10 +27,6 @@ class LengthLaw:
 
     Raises:
         ValueError: If `median_tokens` is not positive or `sigma` is negative.
-
-    Examples:
-        >>> LengthLaw(median_tokens=250, sigma=0.8).tokens(0.99)
-        1608
     """
 
     median_tokens: float
@@ -110,20 +106,16 @@ class Generation:
 
     Attributes:
         prompt_tokens, output_tokens: Its size.
-        started: When it was submitted, in model seconds.
-        first_token: Done when the prompt is read.
         finished: Done when the last token is written; its result is the model time of that.
         writes_from: When its first token is written, in model seconds; infinite while it waits for a place.
-        timers: Of its first and of its last token.
+        timer: Of its last token.
     """
 
     prompt_tokens: int
     output_tokens: int
-    started: float
-    first_token: asyncio.Future[None]
     finished: asyncio.Future[float]
     writes_from: float = math.inf
-    timers: list[asyncio.TimerHandle] = field(default_factory=list[asyncio.TimerHandle])
+    timer: asyncio.TimerHandle | None = None
 
 
 class Batch:
@@ -165,8 +157,7 @@ class Batch:
 
     def submit(self, prompt_tokens: int, output_tokens: int) -> Generation:
         """Start a reply; the caller must `release` it in the end, finished or not."""
-        futures = self._loop.create_future(), self._loop.create_future()
-        generation = Generation(prompt_tokens, output_tokens, self.now(), *futures)
+        generation = Generation(prompt_tokens, output_tokens, self._loop.create_future())
         self._waiting[generation] = None
         self._fill_places()
         return generation
@@ -191,26 +182,19 @@ class Batch:
             first += generation.prompt_tokens / self._profile.prefill_tokens_per_second
             last = first + generation.output_tokens * self._profile.step_seconds
             generation.writes_from = self.now() + first
-            generation.timers = [
-                self._loop.call_later(first / self._time_scale, self._begin, generation),
-                self._loop.call_later(last / self._time_scale, self._finish, generation),
-            ]
-
-    def _begin(self, generation: Generation) -> None:
-        # A client that went away has cancelled the future it waited for, and not yet released its place.
-        if not generation.first_token.done():
-            generation.first_token.set_result(None)
+            generation.timer = self._loop.call_later(last / self._time_scale, self._finish, generation)
 
     def _finish(self, generation: Generation) -> None:
         self._leave(generation)
+        # A client that went away has cancelled the future it waited for, and not yet released its place.
         if not generation.finished.done():
             generation.finished.set_result(self.now())
 
     def _leave(self, generation: Generation) -> None:
         self._count_running()
         self._written_tokens += self._written(generation)
-        for timer in generation.timers:
-            timer.cancel()
+        if generation.timer is not None:
+            generation.timer.cancel()
         del self._running[generation]
         self._fill_places()
 
@@ -251,11 +235,7 @@ PROFILES: dict[str, Profile] = {profile.name: profile for profile in (H100_QWEN3
 
 
 def profile_named(name: str) -> Profile:
-    """Return the profile with a name.
-
-    Raises:
-        ValueError: If there is none; the message lists the names there are.
-    """
+    """Return the profile with a name; a ValueError where there is none lists the names there are."""
     try:
         return PROFILES[name]
     except KeyError:

@@ -169,8 +169,3 @@ def malformed(fault: Fault, body: bytes) -> tuple[bytes, str]:
     if fault.variant == "html":
         return _HTML, "text/html"
     return (b"{}" if fault.variant == "empty" else body[: len(body) // 2]), "application/json"
-
-
-def without_choices(payload: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer with an empty list of choices."""
-    return {**payload, "choices": []}

@@ -22,7 +22,6 @@ import urllib.request
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dspy_flashevolve.sim.backend import PROFILES, Profile, profile_named
@@ -166,9 +165,7 @@ class SimServer:
             self._end()
             raise
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._inside = False
         self._end()
 
@@ -202,11 +199,7 @@ class SimServer:
 
 
 def require_aiohttp() -> None:
-    """Check that aiohttp, the server's one dependency, is installed.
-
-    Raises:
-        ImportError: If it is not; the message names the extra to install.
-    """
+    """Raise an ImportError that names the extra to install where aiohttp is missing, the server's one dependency."""
     if importlib.util.find_spec("aiohttp") is None:
         raise ImportError("the simulated server needs aiohttp: pip install 'dspy-flashevolve[sim]'")
 

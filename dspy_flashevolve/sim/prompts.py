@@ -77,8 +77,6 @@ class ChatRequest:
         json_reply: True when the reply must be a JSON object.
         prompt_tokens: Characters of all messages / 4, at least 1.
         max_tokens: The request's limit on the output, or None.
-        stream: True when the reply is wanted as server-sent events.
-        include_usage: True when a stream must end in a chunk with the usage.
         model: The model's name as the request gives it.
     """
 
@@ -90,8 +88,6 @@ class ChatRequest:
     json_reply: bool
     prompt_tokens: int
     max_tokens: int | None
-    stream: bool
-    include_usage: bool
     model: str
 
 
@@ -118,8 +114,10 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     inputs = _sections(user if request < 0 else user[:request])
     found = (_CHAT_FIELD if chat > as_json else _JSON_FIELD).findall(user[request:]) if request >= 0 else []
     fields = tuple(OutputField(name, type_name or "str") for name, type_name in found if name != "completed")
-    kinds = [kind for kind, names in _INPUTS if inputs.keys() >= names]
-    response_format, options = payload.get("response_format"), payload.get("stream_options")
+    kinds: list[PromptKind] = [kind for kind, names in _INPUTS if inputs.keys() >= names]
+    if _value(payload, "stream", bool, "true or false"):
+        raise BadRequest("stream must be false here", "stream")
+    response_format = payload.get("response_format")
     formats = ("json_object", "json_schema")
     return ChatRequest(
         kind="other" if not fields else kinds[0] if kinds else "task",
@@ -130,8 +128,6 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         json_reply=as_json > chat or (isinstance(response_format, dict) and response_format.get("type") in formats),
         prompt_tokens=max(1, sum(len(text) for _, text in messages) // 4),
         max_tokens=_max_tokens(payload),
-        stream=_value(payload, "stream", bool, "true or false") or False,
-        include_usage=isinstance(options, dict) and options.get("include_usage") is True,
         model=_value(payload, "model", str, "a string") or "",
     )
 

@@ -130,13 +130,7 @@ class ReplyModel:
         return rules if self.rules_added is None else rules[: 1 + choices.index("how many", self.rules_added)]
 
     def write(self, request: ChatRequest, choices: Choices, seed: int) -> str:
-        """Return the text of the reply to a request.
-
-        Args:
-            request: What `parse_chat_request` read.
-            choices: The random choices of this request.
-            seed: The server's seed.
-        """
+        """Return the text of the reply to a request, with its random choices; `seed` is the server's."""
         inputs, names = request.inputs, [field.name for field in request.output_fields]
         if request.kind == "integration":
             verdicts, text = self.integrate(inputs["head_text"], inputs["children"], choices)
@@ -177,13 +171,7 @@ class ReplyModel:
         return " ".join([FILLER_OPENING, *sentences, FILLER_CLOSING])
 
     def new_instruction(self, current: str, feedback: str, choices: Choices) -> str:
-        """Return a reflection's instruction: the current one with rules that the feedback names.
-
-        Args:
-            current: The current instruction.
-            feedback: The text of the examples with their feedback.
-            choices: The random choices of this request.
-        """
+        """Return a reflection's instruction: the current one with rules that the text of the feedback names."""
         rules, base = rules_in(current), without_rules(current)
         learnt = self.learnt(current, feedback, choices)
         added = rules_in("\n".join(learnt))
@@ -248,15 +236,7 @@ class ReplyModel:
         return verdicts, self.merged(head, rules, added, sentences, choices)
 
     def merged(self, head: str, rules: list[Rule], added: list[Rule], sentences: list[str], choices: Choices) -> str:
-        """Return a head after an integration.
-
-        Args:
-            head: The head before.
-            rules: Those of its rules that are not forgotten.
-            added: The rules that the children add.
-            sentences: The sentences that the children add.
-            choices: The random choices of this request.
-        """
+        """Return a head after an integration: `rules` are its own that stay, `added` and `sentences` the children's."""
         return "\n".join([without_rules(head), *sentences, *map(str, sorted([*rules, *added]))]).strip()
 
     def _forget_one(self, rules: list[Rule], choices: Choices) -> None:

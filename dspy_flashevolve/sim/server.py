@@ -1,6 +1,6 @@
 """The simulated LLM server: OpenAI's chat completions over real HTTP, vLLM's metrics, and `/stats`.
 
-    POST /v1/chat/completions   plain, or server-sent events with `stream: true`
+    POST /v1/chat/completions   without streams
     GET  /v1/models  /health  /metrics  /stats
     POST /stats/reset
 
@@ -22,20 +22,17 @@ from typing import Any
 
 from aiohttp import web
 
-from dspy_flashevolve.sim.backend import H100_QWEN3_8B, Generation, Load, Profile
+from dspy_flashevolve.sim.backend import H100_QWEN3_8B, Load, Profile
 from dspy_flashevolve.sim.counters import Counters, ServerStats, prometheus_text
-from dspy_flashevolve.sim.faults import BODY_KINDS, Fault, Faults, error_of, malformed, without_choices
+from dspy_flashevolve.sim.faults import BODY_KINDS, Fault, Faults, error_of, malformed
 from dspy_flashevolve.sim.prompts import BadRequest, ChatRequest, parse_chat_request
 from dspy_flashevolve.sim.replies import Repeats, Reply, ReplyModel, reply_to
 
 _MAX_BODY_BYTES = 64 * 2**20
 """Largest request that is read: more than any prompt; aiohttp's own limit, 1 MiB, is less than a long one."""
-_STREAMED_PIECE_CHARACTERS = 200
-"""Characters of a streamed chunk. Real servers send a token at a time; larger pieces cost the client less."""
 _DRIPS_PER_SECOND = 50.0
 """Most pieces a second of a slow drip: a piece is one byte, or more where one byte each would take longer than asked.
 Timers of an event loop on a busy machine are no finer than some 20 milliseconds."""
-_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
@@ -148,8 +145,6 @@ class _Handlers:
             counters.requests += 1
         generation = self._batch.submit(chat.prompt_tokens, reply.completion_tokens)
         try:
-            if chat.stream and fault is None:
-                return await self._stream(request, chat, reply, generation)
             await generation.finished
             self._count(chat, reply)
             if fault is not None:
@@ -183,8 +178,10 @@ class _Handlers:
         return web.json_response({"error": error_of(fault)}, status=fault.status, headers=headers)
 
     async def _damaged(self, request: web.Request, fault: Fault, chat: ChatRequest, reply: Reply) -> web.StreamResponse:
-        """Send the reply with the fault in its body, plain or as a stream, whichever was asked for."""
-        body, content_type = _body(chat, reply, self._profile, has_choices=fault.kind != "empty_choices")
+        """Send the reply with the fault in its body."""
+        answer = _completion(chat, reply, self._profile)
+        body = json.dumps(answer | ({"choices": []} if fault.kind == "empty_choices" else {})).encode()
+        content_type = "application/json"
         if fault.kind == "malformed_body":
             body, content_type = malformed(fault, body)
         response = web.StreamResponse(headers={"Content-Type": content_type})
@@ -202,22 +199,6 @@ class _Handlers:
                 await asyncio.sleep(wall_seconds * len(piece) / len(body))
         else:
             await response.write(body)
-        await response.write_eof()
-        return response
-
-    async def _stream(
-        self, request: web.Request, chat: ChatRequest, reply: Reply, generation: Generation
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        await generation.first_token
-        first, *chunks = _chunks(chat, reply, self._profile)
-        await response.write(_event(first))
-        await generation.finished
-        self._count(chat, reply)
-        for chunk in chunks:
-            await response.write(_event(chunk))
-        await response.write(_DONE)
         await response.write_eof()
         return response
 
@@ -279,43 +260,17 @@ class _Handlers:
 
 
 def _completion(chat: ChatRequest, reply: Reply, profile: Profile) -> dict[str, Any]:
-    """Return the body of an answer that is not streamed."""
+    """Return the body of an answer."""
+    digest = hashlib.blake2b(chat.content.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
     message = {"role": "assistant", "content": reply.text}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
-    return {**_head(chat, profile, "chat.completion"), "choices": [choice], "usage": _usage(chat, reply)}
-
-
-def _chunks(chat: ChatRequest, reply: Reply, profile: Profile) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a stream; the first is sent with the first token, the others with the last one."""
-
-    def chunk(delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-        return {**_head(chat, profile, "chat.completion.chunk"), "choices": [choice]}
-
-    yield chunk({"role": "assistant", "content": ""})
-    for start in range(0, len(reply.text), _STREAMED_PIECE_CHARACTERS):
-        yield chunk({"content": reply.text[start : start + _STREAMED_PIECE_CHARACTERS]})
-    yield chunk({}, reply.finish_reason)
-    if chat.include_usage:
-        yield {**chunk({}), "choices": [], "usage": _usage(chat, reply)}
-
-
-def _head(chat: ChatRequest, profile: Profile, kind: str) -> dict[str, Any]:
-    digest = hashlib.blake2b(chat.content.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
-    model = chat.model or profile.model
-    return {"id": f"chatcmpl-{digest}", "object": kind, "created": int(time.time()), "model": model}
-
-
-def _usage(chat: ChatRequest, reply: Reply) -> dict[str, int]:
-    return {
+    usage = {
         "prompt_tokens": chat.prompt_tokens,
         "completion_tokens": reply.completion_tokens,
         "total_tokens": chat.prompt_tokens + reply.completion_tokens,
     }
-
-
-def _event(payload: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(payload)}\n\n".encode()
+    head = {"id": f"chatcmpl-{digest}", "object": "chat.completion", "created": int(time.time())}
+    return {**head, "model": chat.model or profile.model, "choices": [choice], "usage": usage}
 
 
 def _error(error_type: str, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -325,16 +280,6 @@ def _error(error_type: str, message: str, param: str | None = None, code: str | 
 def _retry_headers(wall_seconds: float) -> dict[str, str]:
     """Return the headers by which OpenAI's API says when to retry: in whole seconds and in milliseconds."""
     return {"Retry-After": str(math.ceil(wall_seconds)), "retry-after-ms": str(math.ceil(wall_seconds * 1000))}
-
-
-def _body(chat: ChatRequest, reply: Reply, profile: Profile, *, has_choices: bool) -> tuple[bytes, str]:
-    """Return the whole body of an answer and its content type."""
-    if not chat.stream:
-        payload = _completion(chat, reply, profile)
-        return json.dumps(payload if has_choices else without_choices(payload)).encode(), "application/json"
-    payloads = _chunks(chat, reply, profile)
-    events = [_event(payload if has_choices else without_choices(payload)) for payload in payloads]
-    return b"".join([*events, _DONE]), "text/event-stream"
 
 
 def drips(body: bytes, wall_seconds: float) -> Iterator[bytes]:

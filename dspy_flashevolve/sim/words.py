@@ -72,14 +72,6 @@ class Rule:
         number: Its number.
         word: The word.
         wording: Which of several sentences says it, all of which mean the same; the task's own is 0.
-
-    Examples:
-        >>> str(Rule(7, "amber"))
-        'Rule 07: mention the word "amber".'
-        >>> str(Rule(7, "amber").reworded(1))
-        'Rule 07: be sure to use the word "amber".'
-        >>> Rule(7, "amber").reworded(1) == Rule(7, "amber")
-        True
     """
 
     number: int
@@ -114,12 +106,7 @@ def without_rules(text: str) -> str:
 
 
 def instructed_words(text: str) -> list[str]:
-    """Return every word x that the text asks for by `the word "x"`, once each, lower case, in the order of the text.
-
-    Examples:
-        >>> instructed_words('Mention the word "amber" and the word "plum".')
-        ['amber', 'plum']
-    """
+    """Return every word x that the text asks for by `the word "x"`, once each, lower case, in the order of the text."""
     return list(dict.fromkeys(word.lower() for word in _INSTRUCTED.findall(text)))
 
 
@@ -135,12 +122,7 @@ def words_present(text: str, wanted: Iterable[str]) -> list[str]:
 
 
 class Choices:
-    """Random choices that depend on a seed, a content and the name of the choice only.
-
-    Examples:
-        >>> Choices(0, "abc").uniform("x") == Choices(0, "abc").uniform("x")
-        True
-    """
+    """Random choices that depend on a seed, a content and the name of the choice only."""
 
     def __init__(self, seed: int, content: str) -> None:
         text = f"{seed}\0{content}".encode("utf-8", "surrogatepass")

@@ -182,12 +182,6 @@ def test_what_is_known_of_the_seed_while_it_is_validated_is_not_its_score(
         assert "seed 0.7500 on 3 examples" in output_of(capsys, "watch", tmp_path, "--once")
 
 
-def test_watch_ends_where_the_run_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Session(tmp_path) as session:
-        session.ran(0, SEED, 1, 0.5)
-    assert "killed" in output_of(capsys, "watch", tmp_path)
-
-
 def test_the_last_figures_of_watch_are_those_of_the_run(
     counted: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -359,14 +353,6 @@ def test_what_a_checkpoint_does_not_tell_is_unknown_and_not_0(
     output_of(capsys, "report", tmp_path, "-o", page)
     assert "0.0000" not in page.read_text()
     assert "None." not in page.read_text()
-
-
-@pytest.mark.parametrize("command", ["watch", "report", "compare", "lineage", "check"])
-def test_a_directory_without_a_run_is_refused_with_its_path(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    once = ["--once"] if command == "watch" else []
-    assert f"{tmp_path / 'journal.sqlite'} is missing" in error_of(capsys, command, tmp_path, *once)
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dspy_flashevolve.cli import NO_RUN, main
-from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.journal import BEFORE_STEPS, Journal, RunJournal
+from dspy_flashevolve.cli import main
+from dspy_flashevolve.engine.journal import Journal, RunJournal
 from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.terminal import tree
 from tests.observe.runs import Session
@@ -56,19 +55,6 @@ def test_a_commit_of_which_a_killed_run_told_nobody_is_there(tmp_path: Path) -> 
     assert tree(read(tmp_path)) == "candidate 0 (the seed): score 0.500\n  candidate 1: score nan, step 1"
 
 
-def test_what_no_step_has_made_stands_there_without_one(tmp_path: Path) -> None:
-    """Snapshots of a playbook, which many steps have written."""
-    with Session(tmp_path) as session:
-        for index in range(3):
-            session.commits(BEFORE_STEPS, index, [], 0.5 + index / 4, gap=index)
-    lines = [
-        "candidate 0 (the seed): score 0.500",
-        "  candidate 1: score 0.750, gap 1",
-        "  candidate 2: score 1.000, gap 2",
-    ]
-    assert tree(read(tmp_path)).splitlines() == lines
-
-
 def test_a_line_of_thousands_of_candidates_is_told(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         for index in range(1, 2001):
@@ -76,18 +62,6 @@ def test_a_line_of_thousands_of_candidates_is_told(tmp_path: Path) -> None:
     last = tree(read(tmp_path)).splitlines()[-1]
     assert last.strip() == "candidate 2000: score 0.500, generation 2000, step 2000"
     assert len(last) < 200
-
-
-def test_a_lineage_without_a_journal_or_with_a_damaged_one_is_refused_with_its_path(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["lineage", str(tmp_path)]) == NO_RUN
-    assert f"{tmp_path / 'journal.sqlite'} is missing" in capsys.readouterr().err
-    with Session(tmp_path) as session:
-        session.commits(0, 1, [0], 0.5)
-        session.journal.append("events", session=1, at=0.0, seconds=0.0, kind="Committed", step=0, fields="{")
-    with pytest.raises(RunDirectoryError, match="It is damaged"):
-        tree(read(tmp_path))
 
 
 def test_the_tree_of_a_run_that_is_at_work_can_be_read(tmp_path: Path) -> None:

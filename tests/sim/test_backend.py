@@ -23,9 +23,7 @@ def test_a_reply_takes_its_delay_its_prompt_and_its_tokens_and_the_next_one_wait
     async def main() -> None:
         batch = NARROW.batch(time_scale=1.0)
         first, second = batch.submit(200, 50), batch.submit(0, 10)
-        await first.first_token
-        assert batch.now() == pytest.approx(3.0)
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(5.0)
         load = batch.load()
         assert (load.running, load.waiting, batch.in_flight) == (1, 1, 2)
         assert (load.generated_tokens, load.kv_tokens) == (pytest.approx(20.0), pytest.approx(220.0))

@@ -11,12 +11,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dspy_flashevolve.sim.faults import BODY_KINDS, DRAWN_KINDS, Faults
+from dspy_flashevolve.sim.faults import Faults
 from dspy_flashevolve.sim.server import ServerConfig, serve
 
 Client = aiohttp.ClientSession
 SOON = 1e5
-STREAMS = pytest.mark.parametrize("stream", [False, True])
 
 
 def run(faults: Faults | None, test: Callable[[Client], Awaitable[None]], time_scale: float = SOON) -> None:
@@ -34,8 +33,8 @@ def run(faults: Faults | None, test: Callable[[Client], Awaitable[None]], time_s
     asyncio.run(asyncio.wait_for(main(), timeout=60))
 
 
-def ask(session: Client, stream: bool = False) -> Any:
-    body = {"messages": [{"role": "user", "content": "Hello"}], "stream": stream}
+def ask(session: Client) -> Any:
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
     return session.post("/v1/chat/completions", json=body)
 
 
@@ -50,7 +49,6 @@ async def until_injected(session: Client, faults: dict[str, int]) -> None:
         pass
 
 
-@STREAMS
 @pytest.mark.parametrize(
     ("kind", "status", "code"),
     [
@@ -60,9 +58,9 @@ async def until_injected(session: Client, faults: dict[str, int]) -> None:
         ("content_filter", 400, "content_filter"),
     ],
 )
-def test_a_refusal_has_its_status_and_openais_body(kind: str, status: int, code: str | None, stream: bool) -> None:
+def test_a_refusal_has_its_status_and_openais_body(kind: str, status: int, code: str | None) -> None:
     async def test(session: Client) -> None:
-        async with ask(session, stream) as response:
+        async with ask(session) as response:
             assert response.status == status
             error = (await response.json())["error"]
         assert error["code"] == code
@@ -74,15 +72,14 @@ def test_a_refusal_has_its_status_and_openais_body(kind: str, status: int, code:
     run(Faults(**{kind: 1.0}), test)
 
 
-@STREAMS
-def test_in_a_burst_every_request_is_refused_and_told_when_to_come_back(stream: bool) -> None:
+def test_in_a_burst_every_request_is_refused_and_told_when_to_come_back() -> None:
     # After the first period, all but a nanosecond of a client's time is in a burst.
     faults = Faults(burst_every_seconds=1e7, burst_seconds=1e7 - 1)
 
     async def test(session: Client) -> None:
         while (await stats(session))["model_seconds"] < 1e7:
             pass
-        async with ask(session, stream) as response:
+        async with ask(session) as response:
             assert response.status == 429
             assert int(response.headers["Retry-After"]) >= 1
             assert int(response.headers["retry-after-ms"]) >= 1
@@ -93,10 +90,9 @@ def test_in_a_burst_every_request_is_refused_and_told_when_to_come_back(stream: 
     run(faults, test, time_scale=1e9)
 
 
-@STREAMS
-def test_a_hang_is_never_answered_and_ends_with_the_client(stream: bool) -> None:
+def test_a_hang_is_never_answered_and_ends_with_the_client() -> None:
     async def test(session: Client) -> None:
-        task = asyncio.create_task(ask(session, stream).__aenter__())
+        task = asyncio.create_task(ask(session).__aenter__())
         await until_injected(session, {"hang": 1})
         assert not task.done()
         now = await stats(session)
@@ -106,10 +102,9 @@ def test_a_hang_is_never_answered_and_ends_with_the_client(stream: bool) -> None
     run(Faults(hang=1.0), test)
 
 
-@STREAMS
-def test_a_truncated_body_is_cut_in_its_middle(stream: bool) -> None:
+def test_a_truncated_body_is_cut_in_its_middle() -> None:
     async def test(session: Client) -> None:
-        async with ask(session, stream) as response:
+        async with ask(session) as response:
             assert response.status == 200
             length = int(response.headers["Content-Length"])
             received = await response.content.readexactly(length // 2)
@@ -120,12 +115,11 @@ def test_a_truncated_body_is_cut_in_its_middle(stream: bool) -> None:
     run(Faults(truncated_body=1.0), test)
 
 
-@STREAMS
-def test_a_malformed_body_comes_with_status_200_and_is_no_answer(stream: bool) -> None:
+def test_a_malformed_body_comes_with_status_200_and_is_no_answer() -> None:
     async def test(session: Client) -> None:
         seen: set[str] = set()
         while len(seen) < 3:
-            async with ask(session, stream) as response:
+            async with ask(session) as response:
                 assert response.status == 200
                 text = await response.text()
                 kind = response.content_type
@@ -142,25 +136,21 @@ def test_a_malformed_body_comes_with_status_200_and_is_no_answer(stream: bool) -
     run(Faults(malformed_body=1.0), test)
 
 
-@STREAMS
-def test_empty_choices_are_an_answer_without_a_choice(stream: bool) -> None:
+def test_empty_choices_are_an_answer_without_a_choice() -> None:
     async def test(session: Client) -> None:
-        async with ask(session, stream) as response:
+        async with ask(session) as response:
             assert response.status == 200
             text = await response.text()
-        payloads = text.replace("data: ", "").split("\n\n")[:-2] if stream else [text]
-        assert payloads
-        assert all(json.loads(payload)["choices"] == [] for payload in payloads)
+        assert json.loads(text)["choices"] == []
 
     run(Faults(empty_choices=1.0), test)
 
 
-@STREAMS
-def test_a_slow_drip_says_the_same_in_many_pieces(stream: bool) -> None:
+def test_a_slow_drip_says_the_same_in_many_pieces() -> None:
     answers: list[str] = []
 
     async def test(session: Client) -> None:
-        async with ask(session, stream) as response:
+        async with ask(session) as response:
             answers.append(await response.text())
 
     run(None, test)
@@ -214,17 +204,3 @@ def test_a_bad_request_draws_no_fault() -> None:
         assert (await stats(session))["faults"] == {}
 
     run(Faults(server_error=1.0), test)
-
-
-def test_a_reset_forgets_the_faults_that_were_counted() -> None:
-    async def test(session: Client) -> None:
-        await ask(session)
-        assert (await stats(session))["faults"] == {"server_error": 1}
-        await session.post("/stats/reset")
-        assert (await stats(session))["faults"] == {}
-
-    run(Faults(server_error=1.0), test)
-
-
-def test_every_body_kind_is_a_kind() -> None:
-    assert set(BODY_KINDS) < set(DRAWN_KINDS)

@@ -110,7 +110,7 @@ def test_an_unknown_prompt_gets_a_plain_reply_in_the_format_it_asks_for(json_rep
 def test_the_content_is_messages_and_sampling_and_nothing_else() -> None:
     messages = [{"role": "user", "content": "Hello"}]
     base = parsed(messages).content
-    assert parsed(messages, user="x", max_tokens=5, stream=True).content == base
+    assert parsed(messages, user="x", max_tokens=5).content == base
     assert parsed(messages, temperature=0.5).content != base
     assert parsed(messages, seed=1).content != base
 

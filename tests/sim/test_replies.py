@@ -55,11 +55,6 @@ def test_each_instructed_word_is_there_with_the_models_obedience() -> None:
     assert mean(kept) == pytest.approx(4 * 0.9, abs=0.1)
 
 
-def test_no_other_word_is_there() -> None:
-    for choices in many(50):
-        assert set(words_present(ReplyModel().answer(CURRENT, choices), WORDS)) <= {rule.word for rule in RULES[:4]}
-
-
 def test_a_faithful_reflection_adds_one_or_two_missed_rules_and_keeps_the_rest() -> None:
     sizes: set[int] = set()
     for choices in many():
@@ -67,11 +62,6 @@ def test_a_faithful_reflection_adds_one_or_two_missed_rules_and_keeps_the_rest()
         assert set(RULES[:4]) <= set(rules) <= set(RULES[:9])
         sizes.add(len(rules) - 4)
     assert sizes == {1, 2}
-
-
-def test_a_reflection_without_missed_rules_adds_none() -> None:
-    for choices in many(20):
-        assert rules_in(FAITHFUL.new_instruction(CURRENT, "All rules were kept.", choices)) == RULES[:4]
 
 
 def test_reflections_forget_and_are_useless_as_often_as_the_model_says() -> None:

@@ -47,12 +47,6 @@ def test_the_rules_are_no_input_and_no_question_tells_them() -> None:
         assert not words & set(example.question.lower().replace("?", "").split())
 
 
-def test_own_prompts_are_used_in_turn() -> None:
-    task = HouseRules(prompts=["a", "b", "c", "d"])
-    assert [example.question for example in task.trainset(3)] == ["a", "c", "a"]
-    assert [example.question for example in task.valset(3)] == ["b", "d", "b"]
-
-
 def test_the_score_is_the_share_of_required_words_and_the_feedback_names_the_missed_rules() -> None:
     result = HouseRules().metric(GOLD, dspy.Prediction(answer="An AMBER light, and plums."))
     assert result.score == pytest.approx(1 / 3)
@@ -107,8 +101,3 @@ def test_the_true_score_of_several_predictors_goes_by_whose_rule_it_is() -> None
 def test_counts_out_of_range_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         HouseRules(**bad)
-
-
-def test_a_program_has_one_to_three_predictors() -> None:
-    with pytest.raises(ValueError, match="predictors"):
-        HouseRules().program(4)  # type: ignore[arg-type]
