@@ -71,11 +71,7 @@ def _takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 
 
 class _InThread:
-    """dspy's engine contract: calls the function where the LM is called, which is in a thread.
-
-    Args:
-        function: from prompt to reply; sync or a coroutine function.
-    """
+    """dspy's engine contract: calls the function where the LM is called, which is in a thread."""
 
     def __init__(self, function: Callable[[str], Any]) -> None:
         self.function = function

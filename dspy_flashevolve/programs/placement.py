@@ -72,11 +72,7 @@ def _is_coroutine_function(function: Any) -> bool:
 
 
 class ToolCalls:
-    """Makes the tools of rollouts' copies callable from where these run.
-
-    Args:
-        threads: where functions run that may hold up the loop.
-    """
+    """Makes the tools of rollouts' copies callable from where these run."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
@@ -158,12 +154,7 @@ CODE_MODULES = ("CodeAct", "Flex", "ProgramOfThought", "RLM")
 
 
 class Placement:
-    """Decides where the rollouts of one student run, and calls its programs there.
-
-    Args:
-        student: programs are as it is.
-        threads: of the run.
-    """
+    """Decides where the rollouts of one student run, and calls its programs there."""
 
     def __init__(self, student: Module, threads: Threads) -> None:
         self._student, self._threads = student, threads
@@ -177,11 +168,7 @@ class Placement:
         return self._is_on_loop
 
     async def call(self, program: Module, inputs: dict[str, Any]) -> Any:
-        """Call a program where it belongs, and return what it returns.
-
-        Raises:
-            Exception: what the program raised.
-        """
+        """Call a program where it belongs, and return what it returns."""
         if self.is_on_loop:
             try:
                 return await program.acall(**inputs)

@@ -51,15 +51,7 @@ async def announce_evaluation(
     evaluate: Callable[[], Awaitable[T]],
     results: Callable[[T], Sequence[tuple[Any, float]]],
 ) -> T:
-    """Evaluate a candidate between dspy's ``on_evaluate_start`` and ``on_evaluate_end``, where somebody listens.
-
-    Args:
-        adapter: builds the program that callbacks are shown.
-        threads: where it is built.
-        examples: what the candidate is evaluated on.
-        evaluate: makes the evaluation.
-        results: output and score of each example.
-    """
+    """Evaluate a candidate between dspy's ``on_evaluate_start`` and ``on_evaluate_end``, where somebody listens."""
     if not dspy.settings.callbacks:
         return await evaluate()
     try:
@@ -84,12 +76,7 @@ async def announce_evaluation(
 
 
 class _AnnouncedEvaluation(dspy.Evaluate):
-    """An evaluation as dspy's callbacks know it, made by the run.
-
-    Args:
-        rows: makes it, and returns example, output and score of each example.
-        options: of ``dspy.Evaluate``.
-    """
+    """An evaluation as dspy's callbacks know it, made by the run."""
 
     def __init__(self, rows: Callable[[], Awaitable[list[tuple[Any, ...]]]], **options: Any) -> None:
         super().__init__(**options)
@@ -155,11 +142,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class _ReadyProgram:
-    """A candidate's program, which its rollouts share.
-
-    Args:
-        histories: of its modules. LM calls are added to them, and are dropped when no rollout is under way.
-    """
+    """A candidate's program, which its rollouts share."""
 
     program: Module
     histories: list[list[Any]]

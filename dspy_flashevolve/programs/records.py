@@ -73,10 +73,6 @@ def to_json(value: Any) -> str:
 
     >>> from_json(to_json({"a": (1, [None, "b"])}))
     {'a': (1, [None, 'b'])}
-
-    Raises:
-        InexactError: what :func:`from_json` makes of it is another value.
-        Exception: it cannot be written, or not be read: whatever a class of the user's raises.
     """
     text = json.dumps(encode(value))
     if json.dumps(encode(from_json(text))) != text:
@@ -85,20 +81,12 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str) -> Any:
-    """Read the value that :func:`to_json` was given.
-
-    Raises:
-        InexactError: it holds an object of a class that is not there any more, or is another one now.
-    """
+    """Read the value that :func:`to_json` was given."""
     return decode(json.loads(text))
 
 
 def is_readable(trace: str) -> bool:
-    """Whether the values in a trace that was kept can still be read: a class may be gone, or have other fields.
-
-    Args:
-        trace: as :class:`~.records.RolloutRecords` writes it; that of another loop counts as readable.
-    """
+    """Whether the values in a trace that was kept can still be read: a class may be gone, or have other fields."""
     record = json.loads(trace)
     if not isinstance(record, dict) or "trace" not in record:
         return True
@@ -115,11 +103,7 @@ def is_readable(trace: str) -> bool:
 
 
 def encode(value: Any) -> Any:
-    """Express a value by what JSON has, so that :func:`decode` makes an equal one of it.
-
-    Raises:
-        InexactError: it, or something in it, is of a type that is not known here.
-    """
+    """Express a value by what JSON has, so that :func:`decode` makes an equal one of it."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -200,11 +184,7 @@ def _state_of(model: BaseModel) -> tuple[Any, ...]:
 
 
 def decode(value: Any) -> Any:
-    """Make the value that :func:`encode` was given.
-
-    Raises:
-        InexactError: a class that is not there any more, or is another one now.
-    """
+    """Make the value that :func:`encode` was given."""
     if isinstance(value, list):
         return [decode(item) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):
@@ -236,11 +216,7 @@ def _read_model(data: list[Any]) -> BaseModel:
 
 
 def fill_model(model: BaseModel, values: dict[str, Any], set_fields: Any, extra: Any, private: Any) -> None:
-    """Give a model, made by ``object.__new__``, its state, without its validators.
-
-    Raises:
-        InexactError: it has other fields.
-    """
+    """Give a model, made by ``object.__new__``, its state, without its validators."""
     if values.keys() - type(model).model_fields.keys():
         raise InexactError(f"{type(model).__module__}.{type(model).__qualname__} has other fields now")
     state = {"__dict__": values, "__pydantic_fields_set__": set_fields}
@@ -258,11 +234,7 @@ def _read_dataclass(data: list[Any]) -> Any:
 
 
 def fill_dataclass(target: Any, values: dict[str, Any]) -> None:
-    """Give an object of a dataclass, made by ``object.__new__``, its fields.
-
-    Raises:
-        InexactError: it has other fields.
-    """
+    """Give an object of a dataclass, made by ``object.__new__``, its fields."""
     if values.keys() - {field.name for field in fields(target)}:
         raise InexactError(f"{type(target).__module__}.{type(target).__qualname__} has other fields now")
     for name, value in values.items():
@@ -313,11 +285,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _name(kind: type, base: type) -> tuple[str, str]:
-    """Return the name by which :func:`_class_named` finds a class.
-
-    Raises:
-        InexactError: it does not: the class is defined inside a function, say.
-    """
+    """Return the name by which :func:`_class_named` finds a class."""
     name = kind.__module__, kind.__qualname__
     if _class_named(*name, base) is not kind:
         raise InexactError(f"a {kind.__name__}, which is another one than {'.'.join(name)}")
@@ -325,11 +293,7 @@ def _name(kind: type, base: type) -> tuple[str, str]:
 
 
 def _class_named(module: str, qualified: str, base: T) -> T:
-    """Find a class that the program has imported already.
-
-    Raises:
-        InexactError: there is none of this name, it is no subclass of ``base``, or does something when objects go.
-    """
+    """Find a class that the program has imported already."""
     held = imported(module, qualified)
     if not isinstance(held, type) or not issubclass(held, base) or hasattr(held, "__del__"):
         raise InexactError(f"no {base.__name__} {module}.{qualified} is imported")
@@ -371,12 +335,7 @@ class ModuleReply(Generic[T]):
 
 
 class RolloutRecords:
-    """Writes the rollouts of one student down, and reads them.
-
-    Args:
-        student: the program; its predictors are the steps of traces.
-        code: whether candidates change code, whose predictors are not known by name. Their traces are not kept.
-    """
+    """Writes the rollouts of one student down, and reads them."""
 
     def __init__(self, student: dspy.Module, code: bool = False) -> None:
         self._student = student
@@ -401,11 +360,7 @@ class RolloutRecords:
             return None
 
     def read_trace(self, candidate: dict[str, str], example: Any, text: str) -> Any:
-        """Read a trajectory as reflection needs it.
-
-        Raises:
-            InexactError: it was kept of a program that had other predictors or models than this one.
-        """
+        """Read a trajectory as reflection needs it."""
         record = json.loads(text)
         if record is None:
             return None
@@ -474,11 +429,7 @@ class ProgramRecord:
 
 
 class ReplyText:
-    """How the answer of a module is written down and read again; a :class:`~.rollouts.ReplyRecord`.
-
-    Args:
-        position: tells the questions of a step in a stage apart.
-    """
+    """How the answer of a module is written down and read again; a :class:`~.rollouts.ReplyRecord`."""
 
     def __init__(self, position: str) -> None:
         self.position = position

@@ -210,11 +210,7 @@ def usage_settings(count: CountLate) -> dict[str, Any]:
 
 @contextmanager
 def counted_call(others: Sequence[CountLate] = ()) -> Generator[None, None, None]:
-    """Count one LM call at the call, beside the tracker that the program may have around it.
-
-    Args:
-        others: count it where the call knows no run.
-    """
+    """Count one LM call at the call, beside the tracker that the program may have around it."""
     by: Usage | None = dspy.settings.get(COUNTED_BY)
     tracker: UsageTracker | None = dspy.settings.usage_tracker
     call = UsageTracker()

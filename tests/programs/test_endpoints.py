@@ -34,7 +34,7 @@ from dspy_flashevolve.engine.steps import Budget
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.placement import answers_asynchronously
-from dspy_flashevolve.programs.servers import account_of, endpoint_of, watch, watchers
+from dspy_flashevolve.programs.servers import account_of, endpoint_of
 from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from dspy_flashevolve.sim.virtual_loop import LOOP_OF
@@ -118,11 +118,6 @@ def failing(times: int, error: Callable[[], Exception], **options: Any) -> dspy.
 
 def limited() -> Exception:
     return LMRateLimitError("slow down", retry_after=7.0)
-
-
-def endpoints(asked: dict[str, list[str]], adaptive: Bounds | None = None) -> Endpoints:
-    scheduler = Scheduler(4, ["rollout", "propose"], groups_of(asked))
-    return Endpoints(asked, adaptive, scheduler, EventBus(), scheduler.clock, RetryPolicy(), random.Random(0))
 
 
 # Waiting
@@ -638,39 +633,6 @@ def test_task_and_reflection_models_of_one_server_share_its_limit(narrow: SimSer
 
     rules, policy = Bounds(start=6, high=8), RetryPolicy(attempts=50, first_seconds=0.05)
     in_run(body, virtually=False, slots=8, names={narrow.api_base}, adaptive=rules, retry=policy)
-
-
-# vLLM's gauges
-
-
-async def gauges_of(url: str, seconds: float) -> list[tuple[float, ...]]:
-    seen: list[tuple[float, ...]] = []
-    with anyio.move_on_after(seconds) as bound:
-
-        def report(*gauges: float) -> None:
-            seen.append(gauges)
-            if len(seen) > 1:
-                bound.cancel()
-
-        await watch(url, report, every_seconds=0.02)
-        seen.append(())
-    return seen
-
-
-def test_the_servers_gauges_are_read(narrow: SimServer) -> None:
-    seen = asyncio.run(gauges_of(f"{narrow.url}/metrics", 60.0))
-    assert len(seen) > 1
-    assert set(seen) == {(0.0, 0.0, 0.0)}
-
-
-def test_what_is_no_vllm_is_asked_once(narrow: SimServer) -> None:
-    for url in (f"{narrow.url}/nothing", f"{narrow.url}/health", "http://127.0.0.1:9/metrics", "http://[bad/metrics"):
-        assert asyncio.run(gauges_of(url, 5.0)) == [()]
-
-
-def test_only_addresses_are_watched() -> None:
-    asked = {"rollout": ["openai"], "propose": ["http://localhost:8000/v1"]}
-    assert len(watchers(endpoints(asked, Bounds(start=4)))) == 1
 
 
 # Limits a minute

@@ -128,24 +128,6 @@ def test_only_ray_rollouts_make_rollouts() -> None:
         AsyncACE(digits, **options)
 
 
-@pytest.mark.parametrize(("error", "tries"), [(ConnectionAbortedError, 2), (ConnectionError, 1)])
-def test_a_head_that_refuses_a_client_is_asked_once_more(
-    error: type[Exception], tries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fake head: a real one refuses only where it has not begun a server for its client within seconds."""
-    asked: list[str] = []
-
-    def init(address: str, **options: Any) -> None:
-        asked.append(address)
-        raise error("Starting Ray client server failed.")
-
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(ConfigurationError, match=r"address='ray://127\.0\.0\.1:1': Starting Ray client server failed"):
-        compiled(RayRollouts("ray://127.0.0.1:1"))
-    assert asked == ["ray://127.0.0.1:1"] * tries
-
-
 def test_importing_the_package_does_not_import_ray() -> None:
     code = "import sys; from dspy_flashevolve.programs.ray_rollouts import RayRollouts; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
