@@ -533,8 +533,12 @@ def _connect(user: object, address: str | None) -> Any:
         if not ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             dashboard = False if address is None else None
+            init = partial(ray.init, address or "local", include_dashboard=dashboard, logging_level=logging.ERROR)
             try:
-                ray.init(address or "local", include_dashboard=dashboard, logging_level=logging.ERROR)
+                try:
+                    init()
+                except ConnectionAbortedError:  # a busy head has not begun its server for this client in time
+                    init()
             except Exception as error:
                 at = without_secrets(address or "local")
                 raise ConfigurationError(f"RayRollouts: Ray could not be reached at address={at!r}: {error}") from error

@@ -306,20 +306,6 @@ def test_an_example_with_an_object_in_it_has_the_same_fingerprint_wherever_it_li
     assert prints(train=first) == prints(train=second)
 
 
-@pytest.mark.parametrize(
-    ("other", "named"),
-    [
-        (prints(Chain(1)), ["predictor 'steps[1]' is gone", "seed text of 'steps[1]' is gone"]),
-        (prints(train=examples("t", 5)), ["trainset was", "valset was"]),
-        (prints(metric=Thing()), ["metric was digits, is Thing"]),
-    ],
-)
-def test_what_differs_is_named(other: dict[str, str], named: list[str]) -> None:
-    found = differences(prints(), other)
-    assert len(found) == len(named)
-    assert all(text.startswith(name) for text, name in zip(found, named, strict=True))
-
-
 def test_a_field_that_is_described_otherwise_is_another_predictor() -> None:
     changed = Chain(2)
     changed.steps[0].signature = changed.steps[0].signature.with_updated_fields("answer", desc="in one word")
