@@ -24,7 +24,6 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import AdapterParseError
-from dspy.utils.usage_tracker import UsageTracker
 
 from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
@@ -38,7 +37,7 @@ from dspy_flashevolve.programs.mistakes import Failure, Kind, Mistakes, error_te
 from dspy_flashevolve.programs.placement import Placement, ToolCalls
 from dspy_flashevolve.programs.records import RolloutRecords
 from dspy_flashevolve.programs.reflection import ReflectionRunner
-from dspy_flashevolve.programs.usage import cost_of, counting_usage, tokens_of
+from dspy_flashevolve.programs.usage import Usage, cost_of, counting_usage, tokens_of
 
 T = TypeVar("T")
 
@@ -160,7 +159,7 @@ class _ReadyProgram:
                     history.clear()
 
 
-MakeRollout = Callable[[dict[str, str], dspy.Example, bool, UsageTracker], Awaitable[Attempt]]
+MakeRollout = Callable[[dict[str, str], dspy.Example, bool, Usage], Awaitable[Attempt]]
 """Makes a rollout of a candidate on an example, with a trace where that is True, and adds what its LMs used."""
 
 
@@ -248,7 +247,7 @@ class ProgramRunner:
         return replace(attempt.rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
 
     async def evaluate_once(
-        self, candidate: dict[str, str], example: dspy.Example, capture_traces: bool, usage: UsageTracker
+        self, candidate: dict[str, str], example: dspy.Example, capture_traces: bool, usage: Usage
     ) -> Attempt:
         """Run ``candidate`` on ``example`` in this process; ``usage`` tracks its LM calls."""
         ready = await self._ready_program(candidate)

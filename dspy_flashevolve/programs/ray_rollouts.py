@@ -37,7 +37,6 @@ import anyio
 import cloudpickle
 import dspy
 from dspy.clients.cache import Cache
-from dspy.utils.usage_tracker import UsageTracker
 
 from dspy_flashevolve.engine.endpoints import Endpoint
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, TransientError
@@ -56,7 +55,7 @@ from dspy_flashevolve.programs.mistakes import Failure
 from dspy_flashevolve.programs.program import Attempt, MakeRollout, ProgramRunner
 from dspy_flashevolve.programs.records import RolloutRecords, as_writable
 from dspy_flashevolve.programs.servers import endpoint_of
-from dspy_flashevolve.programs.usage import COUNTED_BY, completion_tokens_of, counting_usage
+from dspy_flashevolve.programs.usage import COUNTED_BY, Usage, completion_tokens_of, counting_usage
 
 logger = logger_named(__name__)
 
@@ -412,7 +411,7 @@ class Actors:
         candidate: dict[str, str],
         example: dspy.Example,
         capture_traces: bool,
-        usage: UsageTracker,
+        usage: Usage,
     ) -> Attempt:
         """See :data:`~.program.MakeRollout`."""
         request = program, candidate, _pickled(example, "example"), capture_traces
@@ -431,7 +430,7 @@ class Actors:
                 rollout = Rollout(output, adapter.failure_score, error=f"The program failed: {message}")
                 return Attempt(rollout, Failure(failure, (type(failure).__qualname__,), refused=False))
             for model, entries in answer.used.items():
-                usage.usage_data[model].extend(entries)
+                usage.add(model, entries)
             if answer.error is not None:
                 raise answer.error
         except asyncio.CancelledError:

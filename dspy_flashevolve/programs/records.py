@@ -36,7 +36,8 @@ from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.rollouts import RequestCost, Rollout
 
-T = TypeVar("T", bound=type)
+T = TypeVar("T")
+Kind = TypeVar("Kind", bound=type)
 
 
 class InexactError(Exception):
@@ -91,12 +92,7 @@ def is_readable(trace: str) -> bool:
     if not isinstance(record, dict) or "trace" not in record:
         return True
     try:
-        for part in (
-            record["prediction"],
-            record["score"],
-            *(value for _, *values in record["trace"] for value in values),
-        ):
-            decode(part)
+        decode([record["prediction"], record["score"], *(values for _, *values in record["trace"])])
     except Exception:  # whatever a class of the user's raises
         return False
     return True
@@ -132,8 +128,6 @@ def encode(value: Any) -> Any:
         return {"e": [*_name(kind, Enum), encode(value.name)]}
     if isinstance(value, BaseModel):
         return {"m": [*_name(kind, BaseModel), *map(encode, _state_of(value))]}
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return {"u": [*_name(kind, tuple), [encode(item) for item in value]]}
     if is_dataclass(value):
         names = [field.name for field in fields(value)]
         if set(getattr(value, "__dict__", ())) - set(names):
@@ -241,14 +235,6 @@ def fill_dataclass(target: Any, values: dict[str, Any]) -> None:
         object.__setattr__(target, name, value)
 
 
-def _read_named_tuple(data: list[Any]) -> Any:
-    module, qualified, items = data
-    kind = _class_named(module, qualified, tuple)
-    if len(items) != len(getattr(kind, "_fields", ())):
-        raise InexactError(f"{module}.{qualified} has other fields now")
-    return tuple.__new__(kind, [decode(item) for item in items])
-
-
 def _read_number(data: list[Any]) -> Any:
     kind = imported("numpy", data[0])
     if not isinstance(kind, type) or not issubclass(kind, _numpys_numbers()):
@@ -278,7 +264,6 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "P": _read_prediction,
     "e": _read_enum,
     "m": _read_model,
-    "u": _read_named_tuple,
     "a": _read_dataclass,
 }
 """Mark of a kind of values -> what reads a value of it. The marks are in journals: a mark never changes its meaning."""
@@ -292,12 +277,12 @@ def _name(kind: type, base: type) -> tuple[str, str]:
     return name
 
 
-def _class_named(module: str, qualified: str, base: T) -> T:
+def _class_named(module: str, qualified: str, base: Kind) -> Kind:
     """Find a class that the program has imported already."""
     held = imported(module, qualified)
     if not isinstance(held, type) or not issubclass(held, base) or hasattr(held, "__del__"):
         raise InexactError(f"no {base.__name__} {module}.{qualified} is imported")
-    return cast(T, held)
+    return cast(Kind, held)
 
 
 def imported(module: str, qualified: str) -> Any:
@@ -313,8 +298,6 @@ def imported(module: str, qualified: str) -> Any:
 
 MAX_READY = 64
 """Candidates whose predictors are kept ready, as many as programs are (``program.MAX_READY``)."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
