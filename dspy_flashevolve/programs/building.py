@@ -88,11 +88,6 @@ class StudentAdapter(DspyAdapter):
     def build_program(self, candidate: dict[str, str], for_rollouts: bool = False, tries: int = TRIES) -> Module:
         """Return a new program with a candidate's texts.
 
-        Args:
-            candidate: component -> text.
-            for_rollouts: it shares limiters of the event loop with the other programs for this run's rollouts.
-            tries: how often at most.
-
         Raises:
             SyntaxError, CodeInterpreterError: the candidate's code cannot be read.
         """
@@ -121,12 +116,7 @@ def copy_of(program: Module) -> Module:
 
 
 class Copier:
-    """Makes copies of one program, one at a time.
-
-    Args:
-        program: is looked through once, and not changed.
-        is_of_run: it belongs to a run: the copies share its loop's locks, and its large data, with it.
-    """
+    """Makes copies of one program, one at a time."""
 
     def __init__(self, program: Module, is_of_run: bool = False) -> None:
         self._program, self._is_of_run = program, is_of_run

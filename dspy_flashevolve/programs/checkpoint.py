@@ -56,12 +56,7 @@ def plain(value: Any, *kinds: type) -> Any:
 
 
 class Maker:
-    """A function that a pickle may have called. No data class, so that no pickle makes one.
-
-    Args:
-        make: the function.
-        kinds: types of its arguments.
-    """
+    """A function that a pickle may have called. No data class, so that no pickle makes one."""
 
     def __init__(self, make: Callable[..., Any], *kinds: type) -> None:
         self.make, self.kinds = make, kinds
@@ -242,12 +237,7 @@ OURS: dict[str, Callable[[Any], None]] = {
 
 
 class DataUnpickler(_Unpickler):
-    """Reads a pickle of protocol 4 or 5 that holds data.
-
-    Raises:
-        NotDataError: it does what data does not.
-        Exception: whatever a damaged file makes of it.
-    """
+    """Reads a pickle of protocol 4 or 5 that holds data."""
 
     dispatch = _Instructions(
         {
@@ -340,11 +330,7 @@ def _read(path: Path, runs_code: bool, take: Callable[[dict[str, Any]], Any]) ->
 
 
 def _check_size(state: Any, most: int) -> None:
-    """Count the parts of what was read, those that are shared each time that they are named.
-
-    Raises:
-        NotDataError: there are more than the file has bytes: a few bytes name the same long list again and again.
-    """
+    """Count the parts of what was read, those that are shared each time that they are named."""
     count, left = 0, [state]
     while left:
         value = left.pop()
@@ -362,9 +348,6 @@ def read_state(path: Path, runs_code: bool = False) -> GEPAState[Any, Any]:
 
     Args:
         runs_code: what it holds may run, as it must where cloudpickle wrote classes or functions into it.
-
-    Raises:
-        RunDirectoryError: it cannot be read, holds what is no data, or no state of gepa's.
     """
     return _read(path, runs_code, _state_of)
 
@@ -399,11 +382,7 @@ def _state_of(data: dict[str, Any]) -> GEPAState[Any, Any]:
 
 
 def read_checkpoint(run_dir: str | Path) -> History:
-    """Read ``gepa_state.bin`` for people. It holds no times, tokens, steps or failures.
-
-    Raises:
-        RunDirectoryError: it cannot be read, or holds what is no data.
-    """
+    """Read ``gepa_state.bin`` for people. It holds no times, tokens, steps or failures."""
     candidates, calls = _read(Path(run_dir) / CHECKPOINT, False, _candidates_of)
     return History(directory=str(run_dir), optimizer="dspy.GEPA", calls=calls, candidates=candidates)
 

@@ -47,12 +47,8 @@ from dspy.clients.errors import wrap_error
 from dspy.utils.callback import BaseCallback
 from dspy.utils.exceptions import (
     AdapterParseError,
-    LMAuthError,
-    LMBillingError,
-    LMConfigurationError,
     LMError,
     LMInvalidRequestError,
-    LMNotConfiguredError,
     LMProviderError,
     LMRateLimitError,
     LMServerError,
@@ -359,57 +355,44 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
         cause = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
         grouped: Any = getattr(link, "exceptions", None)
         waiting += [] if cause is None else [cause]
-        waiting += [each for each in reversed(grouped) if isinstance(each, BaseException)] if _is_group(grouped) else []
+        if isinstance(grouped, tuple | list):
+            waiting += [each for each in reversed(cast("Sequence[Any]", grouped)) if isinstance(each, BaseException)]
 
 
-def _is_group(grouped: Any) -> bool:
-    return isinstance(grouped, tuple | list)
+NEVER_ANSWERED = frozenset({
+    "BudgetExceededError", "LMAuthError", "LMBillingError", "LMConfigurationError", "LMUnsupportedModelError",
+})  # fmt: skip
+"""Names of dspy's and litellm's errors after which no request is answered."""
+ANSWERED_LATER = frozenset({
+    "APIConnectionError", "APIResponseValidationError", "APITimeoutError", "LMUnexpectedError", "RouterRateLimitError",
+})  # fmt: skip
+"""Names of dspy's and of SDKs' errors that carry no status, beside those that dspy itself retries."""
 
 
 def _fault(error: BaseException, is_of_call: bool) -> Fault | None:
     if isinstance(error, lm15.LM15Error):
-        wrapped = wrap_error(error, model="")
-        return _of_lm_error(wrapped) if isinstance(wrapped, LMError) else None
-    if isinstance(error, LMError):
-        return _of_lm_error(error)
-    package = type(error).__module__.partition(".")[0]
-    if package in SDKS:
-        return _of_sdk(error)
-    if not is_of_call:
-        return None
-    status = _status_of(error)
-    if status is not None:
-        return _of_status(status)
-    return Fault.LATER if package in TRANSPORTS or isinstance(error, BROKEN) else None
-
-
-def _of_lm_error(error: LMError) -> Fault:
-    if is_retryable_lm_error(error) or isinstance(error, LMUnexpectedError):
-        return Fault.LATER
-    if isinstance(error, LMAuthError | LMBillingError | LMUnsupportedModelError | LMNotConfiguredError):
-        return Fault.NEVER
-    if isinstance(error, LMConfigurationError):  # a tool that cannot be described is the program's
-        return Fault.REQUEST if isinstance(error.__cause__, lm15.ToolDerivationError) else Fault.NEVER
-    if NO_PROVIDER in str(error):
-        return Fault.NEVER
-    if isinstance(error, LMInvalidRequestError):
-        return Fault.REQUEST if error.status is None else _of_status(error.status)
-    if isinstance(error, LMProviderError):  # of no kind: most often a body that is not JSON
-        return Fault.LATER if error.status is None else _of_status(error.status)
-    return Fault.REQUEST
-
-
-def _of_sdk(error: BaseException) -> Fault:
+        error = wrap_error(error, model="")
+    package, status = type(error).__module__.partition(".")[0], _status_of(error)
+    if not isinstance(error, LMError) and package not in SDKS:
+        if not is_of_call:
+            return None
+        if status is not None:
+            return _of_status(status)
+        return Fault.LATER if package in TRANSPORTS or isinstance(error, BROKEN) else None
     names = {kind.__name__ for kind in type(error).__mro__}
-    if names & {"ContextWindowExceededError", "ContentPolicyViolationError", "UnsupportedParamsError"}:
-        return Fault.REQUEST
-    if "BudgetExceededError" in names or _code_of(error) == "insufficient_quota":
+    if isinstance(error.__cause__, lm15.ToolDerivationError):
+        return Fault.REQUEST  # a tool that cannot be described is the program's
+    if names & NEVER_ANSWERED or NO_PROVIDER in str(error) or _code_of(error) == "insufficient_quota":
         return Fault.NEVER
-    status = _status_of(error)
+    if names & ANSWERED_LATER or (isinstance(error, Exception) and is_retryable_lm_error(error)):
+        return Fault.LATER
+    if isinstance(error, LMError) and not isinstance(error, LMProviderError):
+        return Fault.REQUEST
     if status is not None:
         return _of_status(status)
-    broken = {"APIConnectionError", "APIResponseValidationError", "APITimeoutError", "RouterRateLimitError", "Timeout"}
-    return Fault.LATER if names & broken else Fault.REQUEST
+    # dspy's own of no kind is most often about a body that is not JSON.
+    is_vague = isinstance(error, LMProviderError) and not isinstance(error, LMInvalidRequestError)
+    return Fault.LATER if is_vague else Fault.REQUEST
 
 
 def _of_status(status: int) -> Fault:

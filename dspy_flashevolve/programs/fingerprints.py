@@ -39,12 +39,7 @@ _MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 def fingerprints_of(
     student: dspy.Module, seed_candidate: Mapping[str, str], trainset: Any, valset: Any, metric: Any
 ) -> dict[str, str]:
-    """Map the name of each part of a run to a hash of it, the metric to its name: equal in any process.
-
-    Args:
-        seed_candidate: component -> text.
-        trainset, valset: lists of examples, or gepa's loaders; of loaders that hold no list the ids are hashed.
-    """
+    """Map the name of each part of a run to a hash of it, the metric to its name: equal in any process."""
     fingerprints = {"program": type(student).__qualname__}
     predictors: list[tuple[str, Any]] = student.named_predictors()
     for name, predictor in predictors:
@@ -199,10 +194,6 @@ def _version(name: str) -> str:
 def check_same(journal: Journal, now: Mapping[str, str], packages: Mapping[str, str]) -> None:
     """Refuse to go on with a run of something else; warn where the source of its program or metric has changed.
 
-    Args:
-        now: by :func:`fingerprints_of`.
-        packages: by :func:`versions`.
-
     Raises:
         RunDirectoryError: what differs.
     """
@@ -246,14 +237,6 @@ def open_journal(
     """Open the journal of a run in a directory, a new one or one to go on with; None without a directory.
 
     What is raised while a run is built around it closes it, so that others may have the directory.
-
-    Args:
-        log_dir: the directory; None for no journal.
-        optimizer: the name of its class.
-        arguments: of the optimizer, by name; they are written down, without secrets.
-        parts: of the run, by :func:`fingerprints_of`.
-        lms: those that the run calls; their keys are secrets.
-        each_once: see :class:`RunJournal`.
 
     Raises:
         RunDirectoryError: the directory cannot be written, is in use, or holds another run.

@@ -71,37 +71,28 @@ def _takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 
 
 class _InThread:
-    """dspy's engine contract: calls the function where the LM is called, which is in a thread.
-
-    Args:
-        function: from prompt to reply; sync or a coroutine function.
-    """
+    """dspy's engine contract: calls the function where the LM is called, which is in a thread."""
 
     def __init__(self, function: Callable[[str], Any]) -> None:
         self.function = function
 
     def complete(self, request: Request) -> Response:
         """Return the function's reply; a coroutine function runs on a loop of its own."""
-        return _response(self.function, _run_here(self.function(_prompt_of(request))))
+        reply = self.function(_prompt_of(request))
+
+        async def awaited() -> Any:
+            return await reply
+
+        return _response(self.function, asyncio.run(awaited()) if inspect.isawaitable(reply) else reply)
 
 
-class _OnLoop:
+class _OnLoop(_InThread):
     """The same for calls that are awaited: a sync function runs in a thread."""
 
-    def __init__(self, function: Callable[[str], Any]) -> None:
-        self.function = function
-
-    async def complete(self, request: Request) -> Response:
+    async def complete(self, request: Request) -> Response:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the function's reply."""
         reply = await asyncio.to_thread(self.function, _prompt_of(request))
         return _response(self.function, await reply if inspect.isawaitable(reply) else reply)
-
-
-def _run_here(reply: Any) -> Any:
-    async def awaited() -> Any:
-        return await reply
-
-    return asyncio.run(awaited()) if inspect.isawaitable(reply) else reply
 
 
 def _prompt_of(request: Request) -> str:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import dspy
@@ -52,32 +52,19 @@ from dspy_flashevolve.programs.replies import INSPECTION, ReplyInspection, inspe
 from dspy_flashevolve.programs.servers import BalancedLM, account_of, arguments_for, endpoint_of, limits_in_options
 from dspy_flashevolve.programs.usage import CountLate, completion_tokens_of, counted_call, slot_here, tokens_of
 
+logger = logger_named(__name__)
+
+T = TypeVar("T")
 PACED_BY = "flashevolve_models"
 """The setting of dspy's that says which run a call is made in: it reaches the threads that dspy starts."""
 
 
-class CallMaker(Protocol):
-    """A run, as the LMs that it paces see it; a :class:`~.lm.LanguageModels`.
-
-    Args:
-        portal: reaches the run's loop; None while it is not open.
-        count: see :func:`~.usage.counted_call`.
-    """
-
-    portal: LoopPortal | None
-    count: CountLate | None
-
-    def pace_of(self, lm: Any) -> Any:
-        """Return what makes the calls of an LM, by ``call`` and ``acall``."""
-        ...
-
-
-_RUNS: dict[int, list[CallMaker]] = {}
+_RUNS: dict[int, list[LanguageModels]] = {}
 """LM (its id) -> the runs that pace it now."""
 _CLASSES = threading.Lock()
 
 
-def begin_pacing(lm: Any, models: CallMaker) -> None:
+def begin_pacing(lm: Any, models: LanguageModels) -> None:
     """Let a run make an LM's calls; the first one gives the LM its subclass."""
     with _CLASSES:
         _RUNS.setdefault(id(lm), []).append(models)
@@ -85,7 +72,7 @@ def begin_pacing(lm: Any, models: CallMaker) -> None:
             object.__setattr__(lm, "__class__", _paced_class(type(lm)))
 
 
-def end_pacing(lm: Any, models: CallMaker) -> None:
+def end_pacing(lm: Any, models: LanguageModels) -> None:
     """Let a run make an LM's calls no more; the last one gives the LM its class back."""
     with _CLASSES:
         _RUNS[id(lm)].remove(models)
@@ -111,7 +98,7 @@ def _paced_class(kind: type[Any]) -> type[Any]:
     """Make a subclass whose calls a run makes; callbacks are told of a call once, however often it is made."""
 
     def paced_call(self: Any, call: Any, args: Any, kwargs: Any) -> Any:
-        models: CallMaker | None = dspy.settings.get(PACED_BY)
+        models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
             with counted_call(_counters_of_stray_call(self)):
                 return call(self, *args, **kwargs)
@@ -121,7 +108,7 @@ def _paced_class(kind: type[Any]) -> type[Any]:
             return result
 
     async def paced_acall(self: Any, acall: Any, args: Any, kwargs: Any) -> Any:
-        models: CallMaker | None = dspy.settings.get(PACED_BY)
+        models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
             with counted_call(_counters_of_stray_call(self)):
                 return await acall(self, *args, **kwargs)
@@ -167,7 +154,7 @@ def _paced_class(kind: type[Any]) -> type[Any]:
         "__call__": call_now,
         "acall": acall_now,
         "update_history": update_history,
-        "__reduce_ex__": lambda self, protocol: (_unchanged, (_plain(self),)),
+        "__reduce_ex__": lambda self, protocol: (copy.copy, (_plain(self),)),
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
@@ -189,13 +176,6 @@ def _plain(paced: Any) -> Any:
     return lm
 
 
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-logger = logger_named(__name__)
-
-T = TypeVar("T")
 REQUEST_SECONDS = 600.0
 """The longest that a request may take in all where its LM has no ``timeout``: the default of openai's client."""
 LATE_SECONDS = 0.5
@@ -286,13 +266,7 @@ class LanguageModels:
 
 
 class _Target(NamedTuple):
-    """Where an LM's requests may go.
-
-    Args:
-        endpoint: is asked.
-        rate: its limits a minute.
-        arguments: of the LM call, by which it is asked.
-    """
+    """Where an LM's requests may go."""
 
     endpoint: Endpoint
     rate: RateLimit
@@ -300,12 +274,7 @@ class _Target(NamedTuple):
 
 
 class Pace:
-    """Makes the requests of one LM.
-
-    Args:
-        models: of the run.
-        original: the LM.
-    """
+    """Makes the requests of one LM."""
 
     def __init__(self, models: LanguageModels, original: Any) -> None:
         self.models, self.original = models, original
@@ -337,14 +306,6 @@ class Pace:
         the slot could find no thread to run in. Where the run's loop cannot be waited for (on a loop, or after the
         run) the LM makes the request as it would without a run. One that takes too long cannot be ended: what runs
         in the slot is, and the thread, left behind, gets an error instead of its late answer.
-
-        Args:
-            lm: the paced LM.
-            make: makes it with an LM; ``cache=False`` makes it past dspy's cache.
-
-        Raises:
-            LMTimeoutError: the work that this thread was to do has been given up.
-            LMError: what the last attempt raised; of an LM class of the user's own any other error too.
         """
         portal, slot = self.models.portal, slot_here()
         if portal is None or not portal.may_block():
@@ -423,11 +384,6 @@ class _Request:
     """One request, from its choice of a target to its answer, as often as it is sent.
 
     It is used on the run's loop, but for what a thread may do by itself.
-
-    Args:
-        pace: of its LM.
-        slot: in which it is made; None outside of any.
-        keeps: it keeps the slot while it waits, and ends what runs there when it takes too long: a thread makes it.
     """
 
     def __init__(self, pace: Pace, slot: Slot | None, keeps: bool = False) -> None:

@@ -46,9 +46,6 @@ INTROSPECTION = frozenset({"_getframe", "currentframe", "dir", "eval", "exec", "
 def looks_at_the_call(metric: Callable[..., Any]) -> bool | None:
     """Whether a metric may answer differently when it is asked for feedback instead of a score.
 
-    Returns:
-        False where its code never uses trace, pred_name and pred_trace; None where there is no such code to look into.
-
     >>> looks_at_the_call(lambda gold, pred, trace=None, pred_name=None, pred_trace=None: gold == pred)
     False
     >>> looks_at_the_call(lambda gold, pred, trace=None, pred_name=None, pred_trace=None: pred_name == "step")
@@ -70,17 +67,10 @@ def looks_at_the_call(metric: Callable[..., Any]) -> bool | None:
     names = [parameter.name for parameter in parameters if parameter.kind in positional][CALL_ARGUMENTS]
     if not isinstance(code, CodeType) or len(names) < 3:
         return None
-    return bool(INTROSPECTION.intersection(code.co_names)) or any(name in _used_by(code) for name in names)
-
-
-def _used_by(code: CodeType) -> set[str]:
-    """Collect the local variables that a function's own code, or a function inside of it, uses."""
-    used = set[str]()
-    for instruction in dis.get_instructions(code):
-        if any(kind in instruction.opname for kind in ("FAST", "DEREF", "CELL", "CLOSURE")):
-            value = instruction.argval  # Python 3.13 loads two variables by one instruction
-            used.update(value if isinstance(value, tuple) else [str(value)])
-    return used
+    values = (instruction.argval for instruction in dis.get_instructions(code))
+    # Python 3.13 loads two variables by one instruction.
+    used = {name for value in values for name in (value if isinstance(value, tuple) else (value,))}
+    return not used.isdisjoint([*names, *INTROSPECTION])
 
 
 def text_with(score: Any) -> str | None:
@@ -177,12 +167,7 @@ MetricFn = Callable[..., Any]
 
 
 def check_metric(metric: MetricFn) -> None:
-    """Refuse what can never score an example.
-
-    Raises:
-        ConfigurationError: not callable.
-        TypeError: it does not take (gold, pred, trace, pred_name, pred_trace), as dspy.GEPA asks.
-    """
+    """Refuse what can never score an example."""
     if not callable(metric):
         raise ConfigurationError(
             f"metric is {metric!r}, expected a function (gold, pred, trace=None, pred_name=None, pred_trace=None)."
@@ -198,10 +183,6 @@ def check_metric(metric: MetricFn) -> None:
 
 def no_score(metric: str, returned: Any, example: Any) -> Exception:
     """Make the error to raise for what is no score.
-
-    Args:
-        metric: its name.
-        returned: by the metric, for ``example``.
 
     >>> no_score("exact_match", None, "the example")
     TypeError("metric exact_match returned None for the example 'the example', expected a finite number, or a \
@@ -229,13 +210,7 @@ def name_of(code: Any) -> str:
 
 
 class Metric:
-    """A user's metric, sync or coroutine.
-
-    Args:
-        function: the metric.
-        threads: where a sync metric runs, so that a slow one does not hold up the loop.
-        lock: call it once at a time.
-    """
+    """A user's metric, sync or coroutine."""
 
     def __init__(self, function: MetricFn, threads: Threads, lock: bool = False) -> None:
         self.name = name_of(function)
@@ -250,12 +225,7 @@ class Metric:
         self._declared, self._padding = _arguments_of(function)
 
     async def score(self, example: Any, prediction: Any, *, scoring_trace: Any = None, flex: bool = False) -> Any:
-        """Call the metric for a score, and return what it returns; the user's errors pass through.
-
-        Args:
-            scoring_trace: handed over as ``program_trace`` where the metric declares it.
-            flex: score as dspy.GEPA does with a dspy.Flex submodule, by the declared names.
-        """
+        """Call the metric for a score, and return what it returns; the user's errors pass through."""
         if flex:
             values = {"trace": None, "pred_name": None, "pred_trace": None, "program_trace": scoring_trace}
             kwargs = {name: value for name, value in values.items() if name in self._declared}

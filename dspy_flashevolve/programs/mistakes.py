@@ -51,13 +51,7 @@ USELESS = 4
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error of the user's code, which every other attempt may have, too.
-
-    Args:
-        error: what was raised.
-        at: the type of the error, and the line of code that raised it.
-        refused: the provider refused the request.
-    """
+    """An error of the user's code, which every other attempt may have, too."""
 
     error: Exception
     at: tuple[Any, ...]
@@ -65,11 +59,7 @@ class Failure:
 
 
 class Mistakes:
-    """Watches the first attempts of each kind, and ends the run where they all fail alike.
-
-    Args:
-        of_code: the candidates change code (``dspy.Flex``), so that no error is the user's.
-    """
+    """Watches the first attempts of each kind, and ends the run where they all fail alike."""
 
     def __init__(self, of_code: bool = False) -> None:
         self.error: Exception | None = None
@@ -95,11 +85,7 @@ class Mistakes:
             raise self.error
 
     def failure(self, error: Exception, lm_errors: Sequence[BaseException]) -> Failure | None:
-        """Return an error as a failure; None where it cannot be a mistake in code.
-
-        Args:
-            lm_errors: what LM calls raised meanwhile.
-        """
+        """Return an error as a failure; None where it cannot be a mistake in code."""
         if self._of_code or any(isinstance(link, AdapterParseError) for link in chain_of(error)):
             return None  # a reply that cannot be read, whatever its parser ran into, is the LM's
         return Failure(error, _raised_at(error), fault_of(error, lm_errors) is not None)
@@ -155,9 +141,6 @@ class _FirstAttempts:
 
     Alike is: an error of one type, raised in one line of code. With one message, ``alike`` are enough; else it may
     depend on the data, and all of them are needed.
-
-    Args:
-        count: how many attempts are the first.
     """
 
     def __init__(self, count: int, alike: int = ALIKE) -> None:

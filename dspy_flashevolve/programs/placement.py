@@ -72,11 +72,7 @@ def _is_coroutine_function(function: Any) -> bool:
 
 
 class ToolCalls:
-    """Makes the tools of rollouts' copies callable from where these run.
-
-    Args:
-        threads: where functions run that may hold up the loop.
-    """
+    """Makes the tools of rollouts' copies callable from where these run."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
@@ -158,12 +154,7 @@ CODE_MODULES = ("CodeAct", "Flex", "ProgramOfThought", "RLM")
 
 
 class Placement:
-    """Decides where the rollouts of one student run, and calls its programs there.
-
-    Args:
-        student: programs are as it is.
-        threads: of the run.
-    """
+    """Decides where the rollouts of one student run, and calls its programs there."""
 
     def __init__(self, student: Module, threads: Threads) -> None:
         self._student, self._threads = student, threads
@@ -177,11 +168,7 @@ class Placement:
         return self._is_on_loop
 
     async def call(self, program: Module, inputs: dict[str, Any]) -> Any:
-        """Call a program where it belongs, and return what it returns.
-
-        Raises:
-            Exception: what the program raised.
-        """
+        """Call a program where it belongs, and return what it returns."""
         if self.is_on_loop:
             try:
                 return await program.acall(**inputs)
@@ -216,10 +203,10 @@ def runs_on_loop(program: Module) -> bool:
     not be in it: code interpreters wait, and dspy calls a tool that is no coroutine function on the loop. Beside a
     coroutine tool, which has to be awaited, such tools run in threads: see :class:`~.placement.ToolCalls`.
     """
-    tools = tools_of(program)
+    tools, own_lms = tools_of(program), [getattr(predictor, "lm", None) for predictor in program.predictors()]
     return (
         has_own_aforward(program)
-        and all(answers_asynchronously(lm) for lm in _language_models(program))
+        and all(answers_asynchronously(lm) for lm in [*own_lms, dspy.settings.lm] if lm is not None)
         and not any(_runs_code(module) for _, module in program.named_sub_modules())
         and (any(map(is_coroutine_tool, tools)) or not any(map(is_blocking_tool, tools)))
     )
@@ -249,11 +236,6 @@ def _defines_first(kind: type, wanted: set[str], others: set[str]) -> bool:
         if names & wanted:
             return True
     return False
-
-
-def _language_models(program: Module) -> list[Any]:
-    own = [getattr(predictor, "lm", None) for predictor in program.predictors()]
-    return [lm for lm in [*own, dspy.settings.lm] if lm is not None]
 
 
 def answers_asynchronously(lm: Any) -> bool:

@@ -24,7 +24,6 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import AdapterParseError
-from dspy.utils.usage_tracker import UsageTracker
 
 from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
@@ -38,7 +37,7 @@ from dspy_flashevolve.programs.mistakes import Failure, Kind, Mistakes, error_te
 from dspy_flashevolve.programs.placement import Placement, ToolCalls
 from dspy_flashevolve.programs.records import RolloutRecords
 from dspy_flashevolve.programs.reflection import ReflectionRunner
-from dspy_flashevolve.programs.usage import cost_of, counting_usage, tokens_of
+from dspy_flashevolve.programs.usage import Usage, cost_of, counting_usage, tokens_of
 
 T = TypeVar("T")
 
@@ -51,15 +50,7 @@ async def announce_evaluation(
     evaluate: Callable[[], Awaitable[T]],
     results: Callable[[T], Sequence[tuple[Any, float]]],
 ) -> T:
-    """Evaluate a candidate between dspy's ``on_evaluate_start`` and ``on_evaluate_end``, where somebody listens.
-
-    Args:
-        adapter: builds the program that callbacks are shown.
-        threads: where it is built.
-        examples: what the candidate is evaluated on.
-        evaluate: makes the evaluation.
-        results: output and score of each example.
-    """
+    """Evaluate a candidate between dspy's ``on_evaluate_start`` and ``on_evaluate_end``, where somebody listens."""
     if not dspy.settings.callbacks:
         return await evaluate()
     try:
@@ -84,12 +75,7 @@ async def announce_evaluation(
 
 
 class _AnnouncedEvaluation(dspy.Evaluate):
-    """An evaluation as dspy's callbacks know it, made by the run.
-
-    Args:
-        rows: makes it, and returns example, output and score of each example.
-        options: of ``dspy.Evaluate``.
-    """
+    """An evaluation as dspy's callbacks know it, made by the run."""
 
     def __init__(self, rows: Callable[[], Awaitable[list[tuple[Any, ...]]]], **options: Any) -> None:
         super().__init__(**options)
@@ -155,11 +141,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class _ReadyProgram:
-    """A candidate's program, which its rollouts share.
-
-    Args:
-        histories: of its modules. LM calls are added to them, and are dropped when no rollout is under way.
-    """
+    """A candidate's program, which its rollouts share."""
 
     program: Module
     histories: list[list[Any]]
@@ -177,7 +159,7 @@ class _ReadyProgram:
                     history.clear()
 
 
-MakeRollout = Callable[[dict[str, str], dspy.Example, bool, UsageTracker], Awaitable[Attempt]]
+MakeRollout = Callable[[dict[str, str], dspy.Example, bool, Usage], Awaitable[Attempt]]
 """Makes a rollout of a candidate on an example, with a trace where that is True, and adds what its LMs used."""
 
 
@@ -265,7 +247,7 @@ class ProgramRunner:
         return replace(attempt.rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
 
     async def evaluate_once(
-        self, candidate: dict[str, str], example: dspy.Example, capture_traces: bool, usage: UsageTracker
+        self, candidate: dict[str, str], example: dspy.Example, capture_traces: bool, usage: Usage
     ) -> Attempt:
         """Run ``candidate`` on ``example`` in this process; ``usage`` tracks its LM calls."""
         ready = await self._ready_program(candidate)

@@ -23,13 +23,11 @@ import inspect
 import logging
 import os
 import re
-import sys
 import threading
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -39,7 +37,6 @@ import anyio
 import cloudpickle
 import dspy
 from dspy.clients.cache import Cache
-from dspy.utils.usage_tracker import UsageTracker
 
 from dspy_flashevolve.engine.endpoints import Endpoint
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, TransientError
@@ -51,180 +48,14 @@ from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.building import StudentAdapter
-from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
+from dspy_flashevolve.programs.faults import chain_of, is_refusal
 from dspy_flashevolve.programs.lm import CACHED_SECONDS, LanguageModels
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.mistakes import Failure
 from dspy_flashevolve.programs.program import Attempt, MakeRollout, ProgramRunner
 from dspy_flashevolve.programs.records import RolloutRecords, as_writable
 from dspy_flashevolve.programs.servers import endpoint_of
-from dspy_flashevolve.programs.usage import COUNTED_BY, completion_tokens_of, counting_usage
-
-SWITCH_SECONDS = 0.0005
-"""How long an actor's loop may keep Ray's threads waiting, which each call needs. Python's default is ten times that,
-more than a short rollout takes; with less, the threads take turns oftener than they work."""
-
-
-class Signal(Enum):
-    """What a provider said that the limits of its endpoint follow."""
-
-    REFUSED = auto()
-    """It asked for fewer requests."""
-    LATE = auto()
-    """It gave no answer in time."""
-
-
-@dataclass(slots=True)
-class RolloutAnswer:
-    """What became of a rollout, which tells here of its metric's call.
-
-    Args:
-        attempt: the rollout; None where there is none.
-        error: what was raised; None also where it was cancelled.
-        signal: of a provider, which says that it has too much to do.
-        metric_began: its call counts.
-        used: what LMs used, as a UsageTracker has it.
-        is_lost: its actor is lost.
-    """
-
-    attempt: Attempt | None = None
-    error: BaseException | None = None
-    signal: Signal | None = None
-    metric_began: bool = False
-    used: dict[str, list[dict[str, Any]]] = field(default_factory=dict[str, "list[dict[str, Any]]"])
-    is_lost: bool = False
-
-    async def record_metric_call(self) -> None:
-        self.metric_began = True
-
-    def retract_metric_call(self) -> None: ...
-
-    def record_wasted_cost(self, tokens: int, cost_dollars: float) -> None: ...
-
-
-class RolloutActor:
-    """Makes rollouts, in a process of its own, once it has its programs, see :meth:`load`."""
-
-    def __init__(self) -> None:
-        sys.setswitchinterval(SWITCH_SECONDS)
-        self._runners: list[ProgramRunner] = []
-        self._scopes: dict[int, anyio.CancelScope] = {}
-        self._step: Any = SimpleNamespace(number=0, version=0, value=0.0)  # stands for the one that asks
-
-    async def load(
-        self, programs: list[bytes], settings: bytes, variables: dict[str, str], cache: dict[str, Any], slots: int
-    ) -> str:
-        """Load what is sent, unless that is done.
-
-        Args:
-            programs: of each, pickled, the arguments of :meth:`_runner`.
-            settings: of dspy's, pickled.
-            variables: of the environment, unless they are there.
-            cache: arguments of ``dspy.configure_cache``.
-            slots: rollouts at once, at most.
-
-        Returns:
-            What went wrong, else nothing.
-        """
-        if self._runners:
-            return ""
-        for name, value in variables.items():
-            os.environ.setdefault(name, value)
-        with suppress(Exception):  # a folder that cannot be written here: then dspy's own
-            dspy.configure_cache(**cache)
-        self._run = EvolutionRun(name="rollouts", stages={"rollout": ["lm"]}, slots=slots)
-        self._run.clock.attach()
-        self._models = LanguageModels(self._run.endpoints, self._run.redaction, once=True)
-        self._models.attach(asyncio.get_running_loop())
-        try:
-            dspy.configure(**cloudpickle.loads(settings))
-            self._models.pace(dspy.settings.lm)
-            self._runners = [self._runner(**cloudpickle.loads(program)) for program in programs]
-        except Exception as error:
-            return self._run.redaction.redact(f"{type(error).__name__}: {error}")
-        return ""
-
-    def _runner(self, student: Any, metric: Any, lock: bool, failure_score: float, finite: bool) -> ProgramRunner:
-        adapter = StudentAdapter(student, metric, feedback_map={}, failure_score=failure_score)
-        scorer = Metric(metric, self._run.threads, lock)
-        return ProgramRunner(adapter, scorer, self._run.threads, self._models, finite)
-
-    async def rollout(
-        self, number: int, program: int, candidate: dict[str, str], example: bytes, traced: bool
-    ) -> bytes:
-        """Make a rollout.
-
-        Args:
-            number: of the call, for :meth:`cancel`.
-            example: pickled.
-
-        Returns:
-            A pickled :class:`RolloutAnswer`.
-        """
-        if not self._runners:  # begun again, which the caller does not know yet
-            return cloudpickle.dumps(RolloutAnswer(is_lost=True))
-        runner, answer = self._runners[program], RolloutAnswer()
-
-        async def call() -> None:
-            slot = current_slot()
-            with anyio.CancelScope() as bound:
-                if slot is not None:
-                    slot.time_scope = bound
-                answer.attempt = await runner.evaluate_once(candidate, cloudpickle.loads(example), traced, usage)
-            if bound.cancelled_caught:
-                raise TransientError("no answer in time to a request of the program's", of_request=True)
-
-        scope = self._scopes.setdefault(number, anyio.CancelScope())
-        with scope, dspy.context(**self._models.settings), counting_usage() as usage, recording_rollout(answer):
-            try:
-                await self._run.scheduler.run("rollout", self._step, call)
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:
-                errors = list(chain_of(error)) if isinstance(error, TransientError) else []
-                is_late, is_refused = any(map(is_timeout, errors)), any(map(is_refusal, errors))
-                answer.signal = Signal.REFUSED if is_refused else Signal.LATE if is_late else None
-                answer.error = _sendable(error)
-        del self._scopes[number]
-        answer.used = {model: list(entries) for model, entries in usage.usage_data.items()}
-        return _packed(answer, runner.records, candidate)
-
-    async def cancel(self, number: int) -> None:
-        """Cancel a rollout, whose call then returns. One that has not arrived yet is cancelled when it does."""
-        self._scopes.setdefault(number, anyio.CancelScope()).cancel()
-
-
-def _packed(answer: RolloutAnswer, records: RolloutRecords, candidate: dict[str, str]) -> bytes:
-    """An answer, pickled: its trace as text, where that is the same, since signatures are costly to pickle."""
-    if answer.attempt is not None:
-        rollout, failure = answer.attempt.rollout, answer.attempt.failure
-        output, trajectory = rollout.output, records.trace(candidate, rollout)
-        if trajectory is None:
-            output = as_writable(output, cloudpickle.dumps)
-            trajectory = _readable({**rollout.trajectory, "example": None})
-        failure = None if failure is None else replace(failure, error=_sendable(failure.error))
-        rollout = replace(rollout, output=output, trajectory=trajectory)
-        answer.attempt = replace(answer.attempt, rollout=rollout, failure=failure)
-    return cloudpickle.dumps(answer)
-
-
-def _readable(value: Any) -> Any:
-    """A value, as far as it can be pickled."""
-    if type(value) is dict:
-        return {key: _readable(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_readable, value))
-    return as_writable(value, cloudpickle.dumps)
-
-
-def _sendable(error: BaseException) -> Any:
-    """An error that arrives: itself, or one that says the same."""
-    with suppress(Exception):
-        arrived = cloudpickle.loads(cloudpickle.dumps(error))
-        if type(arrived) is type(error) and str(arrived) == str(error):
-            return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
-
+from dspy_flashevolve.programs.usage import COUNTED_BY, Usage, completion_tokens_of, counting_usage
 
 logger = logger_named(__name__)
 
@@ -295,6 +126,132 @@ class RayRollouts:
             )
 
 
+@dataclass(slots=True)
+class RolloutAnswer:
+    """What became of a rollout, which tells here of its metric's call.
+
+    Args:
+        attempt: the rollout; None where there is none.
+        error: what was raised; None also where it was cancelled.
+        is_refused: a provider asked for fewer requests, which the limit of its endpoint follows.
+        metric_began: its call counts.
+        used: what LMs used, as a UsageTracker has it.
+        is_lost: its actor is lost.
+    """
+
+    attempt: Attempt | None = None
+    error: BaseException | None = None
+    is_refused: bool = False
+    metric_began: bool = False
+    used: dict[str, list[dict[str, Any]]] = field(default_factory=dict[str, "list[dict[str, Any]]"])
+    is_lost: bool = False
+
+    async def record_metric_call(self) -> None:
+        self.metric_began = True
+
+    def retract_metric_call(self) -> None: ...
+
+    def record_wasted_cost(self, tokens: int, cost_dollars: float) -> None: ...
+
+
+class RolloutActor:
+    """Makes rollouts, in a process of its own, once it has its programs, see :meth:`load`."""
+
+    def __init__(self) -> None:
+        self._runners: list[ProgramRunner] = []
+        self._scopes: dict[int, anyio.CancelScope] = {}
+        self._step: Any = SimpleNamespace(number=0, version=0, value=0.0)  # stands for the one that asks
+
+    async def load(
+        self, programs: list[bytes], settings: bytes, variables: dict[str, str], cache: dict[str, Any], slots: int
+    ) -> str:
+        """Load what is sent, unless that is done, and return what went wrong, else nothing."""
+        if self._runners:
+            return ""
+        for name, value in variables.items():
+            os.environ.setdefault(name, value)
+        with suppress(Exception):  # a folder that cannot be written here: then dspy's own
+            dspy.configure_cache(**cache)
+        self._run = EvolutionRun(name="rollouts", stages={"rollout": ["lm"]}, slots=slots)
+        self._run.clock.attach()
+        self._models = LanguageModels(self._run.endpoints, self._run.redaction, once=True)
+        self._models.attach(asyncio.get_running_loop())
+        try:
+            dspy.configure(**cloudpickle.loads(settings))
+            self._models.pace(dspy.settings.lm)
+            self._runners = [self._runner(**cloudpickle.loads(program)) for program in programs]
+        except Exception as error:
+            return self._run.redaction.redact(f"{type(error).__name__}: {error}")
+        return ""
+
+    def _runner(self, student: Any, metric: Any, lock: bool, failure_score: float, finite: bool) -> ProgramRunner:
+        adapter = StudentAdapter(student, metric, feedback_map={}, failure_score=failure_score)
+        scorer = Metric(metric, self._run.threads, lock)
+        return ProgramRunner(adapter, scorer, self._run.threads, self._models, finite)
+
+    async def rollout(
+        self, number: int, program: int, candidate: dict[str, str], example: bytes, traced: bool
+    ) -> bytes:
+        """Make a rollout on a pickled example, and return a pickled :class:`RolloutAnswer`."""
+        if not self._runners:  # begun again, which the caller does not know yet
+            return cloudpickle.dumps(RolloutAnswer(is_lost=True))
+        runner, answer = self._runners[program], RolloutAnswer()
+
+        async def call() -> None:
+            slot = current_slot()
+            with anyio.CancelScope() as bound:
+                if slot is not None:
+                    slot.time_scope = bound
+                answer.attempt = await runner.evaluate_once(candidate, cloudpickle.loads(example), traced, usage)
+            if bound.cancelled_caught:
+                raise TransientError("no answer in time to a request of the program's", of_request=True)
+
+        scope = self._scopes.setdefault(number, anyio.CancelScope())
+        with scope, dspy.context(**self._models.settings), counting_usage() as usage, recording_rollout(answer):
+            try:
+                await self._run.scheduler.run("rollout", self._step, call)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                answer.is_refused = isinstance(error, TransientError) and any(map(is_refusal, chain_of(error)))
+                answer.error = _sendable(error)
+        del self._scopes[number]
+        answer.used = {model: list(entries) for model, entries in usage.usage_data.items()}
+        if answer.attempt is not None:
+            rollout, failure = answer.attempt.rollout, answer.attempt.failure
+            # A trace travels as text where that is the same, since signatures are costly to pickle.
+            output, trajectory = rollout.output, runner.records.trace(candidate, rollout)
+            if trajectory is None:
+                output = as_writable(output, cloudpickle.dumps)
+                trajectory = _picklable({**rollout.trajectory, "example": None})
+            failure = None if failure is None else replace(failure, error=_sendable(failure.error))
+            rollout = replace(rollout, output=output, trajectory=trajectory)
+            answer.attempt = replace(answer.attempt, rollout=rollout, failure=failure)
+        return cloudpickle.dumps(answer)
+
+    async def cancel(self, number: int) -> None:
+        """Cancel a rollout, whose call then returns. One that has not arrived yet is cancelled when it does."""
+        self._scopes.setdefault(number, anyio.CancelScope()).cancel()
+
+
+def _picklable(value: Any) -> Any:
+    """Replace the parts of a value that cannot be pickled by texts."""
+    if type(value) is dict:
+        return {key: _picklable(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_picklable, value))
+    return as_writable(value, cloudpickle.dumps)
+
+
+def _sendable(error: BaseException) -> Any:
+    """An error that arrives: itself, or one that says the same."""
+    with suppress(Exception):
+        arrived = cloudpickle.loads(cloudpickle.dumps(error))
+        if type(arrived) is type(error) and str(arrived) == str(error):
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
 def _pickled(value: Any, name: str) -> bytes:
     """What actors need, pickled.
 
@@ -335,16 +292,7 @@ class _Actor:
 
 
 class Actors:
-    """The actors of one run.
-
-    Args:
-        options: what the user asks for.
-        run: whose rollouts they make.
-        settings: of dspy's, in which it makes them.
-
-    Raises:
-        ConfigurationError: dspy's settings cannot be pickled.
-    """
+    """The actors of one run."""
 
     def __init__(self, options: RayRollouts, run: EvolutionRun, settings: Mapping[str, Any]) -> None:
         self._options, self._run, self._lm = options, run, settings.get("lm")
@@ -361,11 +309,7 @@ class Actors:
         self._loss_errors: tuple[type[Exception], ...] = ()
 
     def rollout_maker(self, adapter: StudentAdapter, metric_lock: bool, finite: bool = False) -> MakeRollout:
-        """What makes the rollouts of a program; before :meth:`opened`.
-
-        Raises:
-            ConfigurationError: program or metric cannot be pickled.
-        """
+        """What makes the rollouts of a program; before :meth:`opened`."""
         parts = {"student": adapter.student, "metric": adapter.metric_fn, "failure_score": adapter.failure_score}
         self._programs.append(_pickled({**parts, "lock": metric_lock, "finite": finite}, "program"))
         lms = [getattr(predictor, "lm", None) or self._lm for predictor in adapter.student.predictors()]
@@ -377,11 +321,7 @@ class Actors:
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[None, None]:
-        """The actors are there inside; after it, none is.
-
-        Raises:
-            ConfigurationError: there are fewer CPUs than actors need, or they cannot load what they are sent.
-        """
+        """The actors are there inside; after it, none is."""
         threads = self._run.threads
         with anyio.CancelScope(shield=True):  # what has begun there would not be ended
             self._ray = await threads.run(_connect, self, self._options.address)
@@ -422,7 +362,11 @@ class Actors:
         for actor in [*self._actors, *self._suspects]:
             with suppress(Exception):  # it is gone already
                 self._ray.kill(actor.handle, no_restart=True)
-        _disconnect(self._ray, self)
+        with _CONNECTING:
+            if self in _USERS:
+                _USERS.remove(self)
+                if not _USERS:
+                    self._ray.shutdown()
 
     def _start(self, actors: list[_Actor], cpus: int) -> None:
         handle = self._create(cpus)
@@ -437,11 +381,7 @@ class Actors:
         await asyncio.wait([actor.ready for actor in self._actors])
 
     async def _free(self, actors: list[_Actor]) -> _Actor:
-        """The actor that has the least to do, as soon as one is ready.
-
-        Raises:
-            ConfigurationError: none ever will be.
-        """
+        """The actor that has the least to do, as soon as one is ready."""
         while True:
             begun = [actor for actor in actors if actor.ready.done()]
             problems = {actor: actor.ready.exception() or actor.ready.result() for actor in begun}
@@ -471,15 +411,9 @@ class Actors:
         candidate: dict[str, str],
         example: dspy.Example,
         capture_traces: bool,
-        usage: UsageTracker,
+        usage: Usage,
     ) -> Attempt:
-        """See :data:`~.program.MakeRollout`.
-
-        Raises:
-            TransientError: the provider asks to come back later.
-            RunAbortedError: the provider refuses for good.
-            Exception: what the metric returned is no score.
-        """
+        """See :data:`~.program.MakeRollout`."""
         request = program, candidate, _pickled(example, "example"), capture_traces
         await record_metric_call()
         answer = RolloutAnswer()
@@ -489,9 +423,14 @@ class Actors:
                 if not answer.is_lost:
                     break
             else:
-                return _died(adapter.failure_score, capture_traces)
+                failure = ProcessDiedError(f"the process that ran the program and its metric has died {DEATHS} times")
+                message = f"{type(failure).__name__}: {failure}"
+                logger.warning("Example scored as a failure: %s", message)
+                output = None if capture_traces else dspy.Prediction()
+                rollout = Rollout(output, adapter.failure_score, error=f"The program failed: {message}")
+                return Attempt(rollout, Failure(failure, (type(failure).__qualname__,), refused=False))
             for model, entries in answer.used.items():
-                usage.usage_data[model].extend(entries)
+                usage.add(model, entries)
             if answer.error is not None:
                 raise answer.error
         except asyncio.CancelledError:
@@ -521,10 +460,8 @@ class Actors:
                 answer = await self._call_actor(actor, request)
         finally:
             endpoint.leave(tracked)
-        if answer.signal is Signal.REFUSED:
+        if answer.is_refused:
             endpoint.record_refusal(tracked, getattr(answer.error, "retry_after_seconds", None))
-        elif answer.signal is Signal.LATE:
-            endpoint.record_refusal(tracked, None, "timed out")
         elif answer.attempt is not None:
             written = completion_tokens_of(answer.used)
             if written or anyio.current_time() - began > CACHED_SECONDS:
@@ -582,22 +519,13 @@ def _reply_of(call: Any) -> asyncio.Future[Any]:
     return reply
 
 
-def _died(failure_score: float, traced: bool) -> Attempt:
-    failure = ProcessDiedError(f"the process that ran the program and its metric has died {DEATHS} times")
-    message = f"{type(failure).__name__}: {failure}"
-    logger.warning("Example scored as a failure: %s", message)
-    output = None if traced else dspy.Prediction()
-    rollout = Rollout(output, failure_score, error=f"The program failed: {message}")
-    return Attempt(rollout, Failure(failure, (type(failure).__qualname__,), refused=False))
-
-
 _CONNECTING = threading.Lock()
 _USERS: list[object] = []
 """Who uses the Ray that was started for them; nobody where it was there before."""
 
 
 def _connect(user: object, address: str | None) -> Any:
-    """Ray, which is started unless it is there."""
+    """Return Ray, which is started unless it is there."""
     import ray  # pyright: ignore[reportMissingImports]
 
     with _CONNECTING:
@@ -608,8 +536,7 @@ def _connect(user: object, address: str | None) -> Any:
             try:
                 try:
                     init()
-                except ConnectionAbortedError as error:  # a busy head has not begun its server for this client in time
-                    logger.warning("Ray's cluster refused the connection, trying once more: %s", str(error)[-200:])
+                except ConnectionAbortedError:  # a busy head has not begun its server for this client in time
                     init()
             except Exception as error:
                 at = without_secrets(address or "local")
@@ -618,11 +545,3 @@ def _connect(user: object, address: str | None) -> Any:
         elif _USERS:
             _USERS.append(user)
     return ray
-
-
-def _disconnect(ray: Any, user: object) -> None:
-    with _CONNECTING:
-        if user in _USERS:
-            _USERS.remove(user)
-            if not _USERS:
-                ray.shutdown()

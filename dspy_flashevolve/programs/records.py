@@ -36,7 +36,8 @@ from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.rollouts import RequestCost, Rollout
 
-T = TypeVar("T", bound=type)
+T = TypeVar("T")
+Kind = TypeVar("Kind", bound=type)
 
 
 class InexactError(Exception):
@@ -73,10 +74,6 @@ def to_json(value: Any) -> str:
 
     >>> from_json(to_json({"a": (1, [None, "b"])}))
     {'a': (1, [None, 'b'])}
-
-    Raises:
-        InexactError: what :func:`from_json` makes of it is another value.
-        Exception: it cannot be written, or not be read: whatever a class of the user's raises.
     """
     text = json.dumps(encode(value))
     if json.dumps(encode(from_json(text))) != text:
@@ -85,41 +82,24 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str) -> Any:
-    """Read the value that :func:`to_json` was given.
-
-    Raises:
-        InexactError: it holds an object of a class that is not there any more, or is another one now.
-    """
+    """Read the value that :func:`to_json` was given."""
     return decode(json.loads(text))
 
 
 def is_readable(trace: str) -> bool:
-    """Whether the values in a trace that was kept can still be read: a class may be gone, or have other fields.
-
-    Args:
-        trace: as :class:`~.records.RolloutRecords` writes it; that of another loop counts as readable.
-    """
+    """Whether the values in a trace that was kept can still be read: a class may be gone, or have other fields."""
     record = json.loads(trace)
     if not isinstance(record, dict) or "trace" not in record:
         return True
     try:
-        for part in (
-            record["prediction"],
-            record["score"],
-            *(value for _, *values in record["trace"] for value in values),
-        ):
-            decode(part)
+        decode([record["prediction"], record["score"], *(values for _, *values in record["trace"])])
     except Exception:  # whatever a class of the user's raises
         return False
     return True
 
 
 def encode(value: Any) -> Any:
-    """Express a value by what JSON has, so that :func:`decode` makes an equal one of it.
-
-    Raises:
-        InexactError: it, or something in it, is of a type that is not known here.
-    """
+    """Express a value by what JSON has, so that :func:`decode` makes an equal one of it."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -148,8 +128,6 @@ def encode(value: Any) -> Any:
         return {"e": [*_name(kind, Enum), encode(value.name)]}
     if isinstance(value, BaseModel):
         return {"m": [*_name(kind, BaseModel), *map(encode, _state_of(value))]}
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return {"u": [*_name(kind, tuple), [encode(item) for item in value]]}
     if is_dataclass(value):
         names = [field.name for field in fields(value)]
         if set(getattr(value, "__dict__", ())) - set(names):
@@ -200,11 +178,7 @@ def _state_of(model: BaseModel) -> tuple[Any, ...]:
 
 
 def decode(value: Any) -> Any:
-    """Make the value that :func:`encode` was given.
-
-    Raises:
-        InexactError: a class that is not there any more, or is another one now.
-    """
+    """Make the value that :func:`encode` was given."""
     if isinstance(value, list):
         return [decode(item) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):
@@ -236,11 +210,7 @@ def _read_model(data: list[Any]) -> BaseModel:
 
 
 def fill_model(model: BaseModel, values: dict[str, Any], set_fields: Any, extra: Any, private: Any) -> None:
-    """Give a model, made by ``object.__new__``, its state, without its validators.
-
-    Raises:
-        InexactError: it has other fields.
-    """
+    """Give a model, made by ``object.__new__``, its state, without its validators."""
     if values.keys() - type(model).model_fields.keys():
         raise InexactError(f"{type(model).__module__}.{type(model).__qualname__} has other fields now")
     state = {"__dict__": values, "__pydantic_fields_set__": set_fields}
@@ -258,23 +228,11 @@ def _read_dataclass(data: list[Any]) -> Any:
 
 
 def fill_dataclass(target: Any, values: dict[str, Any]) -> None:
-    """Give an object of a dataclass, made by ``object.__new__``, its fields.
-
-    Raises:
-        InexactError: it has other fields.
-    """
+    """Give an object of a dataclass, made by ``object.__new__``, its fields."""
     if values.keys() - {field.name for field in fields(target)}:
         raise InexactError(f"{type(target).__module__}.{type(target).__qualname__} has other fields now")
     for name, value in values.items():
         object.__setattr__(target, name, value)
-
-
-def _read_named_tuple(data: list[Any]) -> Any:
-    module, qualified, items = data
-    kind = _class_named(module, qualified, tuple)
-    if len(items) != len(getattr(kind, "_fields", ())):
-        raise InexactError(f"{module}.{qualified} has other fields now")
-    return tuple.__new__(kind, [decode(item) for item in items])
 
 
 def _read_number(data: list[Any]) -> Any:
@@ -306,34 +264,25 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "P": _read_prediction,
     "e": _read_enum,
     "m": _read_model,
-    "u": _read_named_tuple,
     "a": _read_dataclass,
 }
 """Mark of a kind of values -> what reads a value of it. The marks are in journals: a mark never changes its meaning."""
 
 
 def _name(kind: type, base: type) -> tuple[str, str]:
-    """Return the name by which :func:`_class_named` finds a class.
-
-    Raises:
-        InexactError: it does not: the class is defined inside a function, say.
-    """
+    """Return the name by which :func:`_class_named` finds a class."""
     name = kind.__module__, kind.__qualname__
     if _class_named(*name, base) is not kind:
         raise InexactError(f"a {kind.__name__}, which is another one than {'.'.join(name)}")
     return name
 
 
-def _class_named(module: str, qualified: str, base: T) -> T:
-    """Find a class that the program has imported already.
-
-    Raises:
-        InexactError: there is none of this name, it is no subclass of ``base``, or does something when objects go.
-    """
+def _class_named(module: str, qualified: str, base: Kind) -> Kind:
+    """Find a class that the program has imported already."""
     held = imported(module, qualified)
     if not isinstance(held, type) or not issubclass(held, base) or hasattr(held, "__del__"):
         raise InexactError(f"no {base.__name__} {module}.{qualified} is imported")
-    return cast(T, held)
+    return cast(Kind, held)
 
 
 def imported(module: str, qualified: str) -> Any:
@@ -349,8 +298,6 @@ def imported(module: str, qualified: str) -> Any:
 
 MAX_READY = 64
 """Candidates whose predictors are kept ready, as many as programs are (``program.MAX_READY``)."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,12 +318,7 @@ class ModuleReply(Generic[T]):
 
 
 class RolloutRecords:
-    """Writes the rollouts of one student down, and reads them.
-
-    Args:
-        student: the program; its predictors are the steps of traces.
-        code: whether candidates change code, whose predictors are not known by name. Their traces are not kept.
-    """
+    """Writes the rollouts of one student down, and reads them."""
 
     def __init__(self, student: dspy.Module, code: bool = False) -> None:
         self._student = student
@@ -401,11 +343,7 @@ class RolloutRecords:
             return None
 
     def read_trace(self, candidate: dict[str, str], example: Any, text: str) -> Any:
-        """Read a trajectory as reflection needs it.
-
-        Raises:
-            InexactError: it was kept of a program that had other predictors or models than this one.
-        """
+        """Read a trajectory as reflection needs it."""
         record = json.loads(text)
         if record is None:
             return None
@@ -474,11 +412,7 @@ class ProgramRecord:
 
 
 class ReplyText:
-    """How the answer of a module is written down and read again; a :class:`~.rollouts.ReplyRecord`.
-
-    Args:
-        position: tells the questions of a step in a stage apart.
-    """
+    """How the answer of a module is written down and read again; a :class:`~.rollouts.ReplyRecord`."""
 
     def __init__(self, position: str) -> None:
         self.position = position

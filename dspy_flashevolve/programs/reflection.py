@@ -57,13 +57,7 @@ refusal lowers it by a quarter, so that it comes to rest below what fits after a
 
 @dataclass(frozen=True, slots=True)
 class Reflection:
-    """What a reflection proposed.
-
-    Args:
-        texts: component -> new text.
-        tokens: prompt and completion tokens that the LMs reported.
-        cost_dollars: of these tokens; 0 where a price is not known.
-    """
+    """What a reflection proposed."""
 
     texts: dict[str, str]
     tokens: int
@@ -75,12 +69,7 @@ class NothingToReadError(RuntimeError):
 
 
 class UntracedProgramError(NothingToReadError):
-    """A program answered, and dspy's trace has no call of its predictors, so that there is nothing to reflect on.
-
-    Args:
-        components: names of the predictors whose instructions evolve.
-        called: whether the trace has calls of other predictors.
-    """
+    """A program answered, and dspy's trace has no call of its predictors, so that there is nothing to reflect on."""
 
     def __init__(self, components: Sequence[str], called: bool) -> None:
         if called:
@@ -113,14 +102,7 @@ class OversizedReflectionError(ValueError):
 
 
 class ReflectionRunner:
-    """Reflects on the rollouts of one student program.
-
-    Args:
-        adapter: makes the reflective dataset, and asks the reflection LM or the user's proposer.
-        metric: gives feedback.
-        threads: where the adapter and a proposer that is not awaitable run.
-        mistakes: is told how requests for feedback and reflections end.
-    """
+    """Reflects on the rollouts of one student program."""
 
     def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads, mistakes: Mistakes) -> None:
         self._adapter, self._metric, self._threads, self._mistakes = adapter, metric, threads, mistakes
@@ -141,9 +123,6 @@ class ReflectionRunner:
         and whose replies dspy's adapter takes, and code where there is any rollout.
 
         Predictors of one signature and one instruction are told apart no better than by dspy's adapter.
-
-        Raises:
-            NothingToReadError: there is none.
         """
         adapter, trajectories = self._adapter, evaluation.trajectories or []
         calls = [
@@ -232,11 +211,7 @@ class ReflectionRunner:
     def _raise_untraced(
         self, candidate: Mapping[str, str], trajectories: Sequence[Mapping[str, Any]], error: Exception | None = None
     ) -> None:
-        """Say of a minibatch in which there is nothing to read that no call of the program's predictors was seen.
-
-        Raises:
-            UntracedProgramError: programs answered, and none of them has called one of its predictors.
-        """
+        """Say of a minibatch in which there is nothing to read that no call of the program's predictors was seen."""
         answered = [each for each in trajectories if not isinstance(each["prediction"], FailedPrediction)]
         calls = [predictor.signature for each in trajectories for predictor, _, _ in each["trace"]]
         if answered and not self._own_calls(candidate, calls):
@@ -245,12 +220,7 @@ class ReflectionRunner:
             raise untraced from error
 
     async def _feedback_or_error(self, question: Question, ask: Ask) -> Any:
-        """Return the feedback that a question is for, or what the metric raised on that example.
-
-        Raises:
-            FlashEvolveError: see :meth:`dataset`.
-            Exception: what the metric raises on every example.
-        """
+        """Return the feedback that a question is for, or what the metric raised on that example."""
         try:
             return await self._feedback(question, ask, as_gepa=False)
         except FlashEvolveError:
@@ -293,12 +263,6 @@ class ReflectionRunner:
 
         Args:
             shrinks: ask again with half of the examples where they do not fit the LM's context, down to one.
-
-        Raises:
-            OversizedReflectionError: one example does not fit.
-            TransientError: the provider asks to come back later.
-            RunAbortedError: the provider refuses for good.
-            Exception: what the proposer raised, or that what it returned is no text; see :class:`Mistakes`.
         """
         self._mistakes.raise_known()
         acall = self._awaitable_proposer(components)
@@ -329,11 +293,7 @@ class ReflectionRunner:
         return Reflection(texts, tokens_of(usage), cost_of(usage))
 
     def _half_of(self, examples: ReflectiveDataset, error: Exception) -> ReflectiveDataset:
-        """Return half of the examples, which did not fit the reflection LM's context.
-
-        Raises:
-            OversizedReflectionError: there is but one.
-        """
+        """Return half of the examples, which did not fit the reflection LM's context."""
         count, is_first = max(map(len, examples.values()), default=0), self._refused_characters == math.inf
         characters = max((sum(map(_characters_of, rows)) for rows in examples.values()), default=0)
         self._refused_characters = min(self._refused_characters, characters)
@@ -372,11 +332,7 @@ class ReflectionRunner:
         return acall if inspect.iscoroutinefunction(acall) and not has_code else None
 
     async def _guarded(self, call: Callable[[], Awaitable[T]], kind: Kind = Kind.FEEDBACK) -> T:
-        """Tell the provider's faults from what the user's code raised, and name that code.
-
-        Args:
-            kind: of the request, the first ones of which may all fail alike.
-        """
+        """Tell the provider's faults from what the user's code raised, and name that code."""
         with recording_lm_calls() as calls:
             try:
                 return await call()
@@ -431,14 +387,7 @@ def _unless_ours(proposer: Any) -> Any:
 
 
 def checked_proposal(answer: Any, hook: str, proposer: Any) -> Mapping[str, Any]:
-    """Return what a proposer returned, if it is a mapping.
-
-    Args:
-        hook: the argument of the optimizer by which it was passed.
-
-    Raises:
-        ProposalTypeError: it is none.
-    """
+    """Return what a proposer returned, if it is a mapping."""
     if isinstance(answer, Mapping):
         return answer
     name = getattr(proposer, "__qualname__", type(proposer).__qualname__)
@@ -449,12 +398,7 @@ def checked_proposal(answer: Any, hook: str, proposer: Any) -> Mapping[str, Any]
 
 
 def checked_texts(texts: Mapping[str, Any]) -> dict[str, str]:
-    """Return new texts of components, if a program can be built with them.
-
-    Raises:
-        ProposalTypeError: one is no text.
-        ValueError: one has half a character in it (a lone surrogate), which no provider can receive.
-    """
+    """Return new texts of components, if a program can be built with them."""
     for name, text in texts.items():
         if not isinstance(text, str):
             raise ProposalTypeError(f"the proposal for {name!r} is {text!r:.80}, expected a text.")

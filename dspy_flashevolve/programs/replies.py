@@ -27,11 +27,7 @@ FAILED = ("error", "abort")
 
 
 class ReplyInspection:
-    """What one LM call was answered, and whether the user wants it in the histories.
-
-    Args:
-        kept: the user has not turned dspy's histories off.
-    """
+    """What one LM call was answered, and whether the user wants it in the histories."""
 
     def __init__(self, kept: bool) -> None:
         self.kept = kept
@@ -57,11 +53,7 @@ INSPECTION: ContextVar[ReplyInspection | None] = ContextVar("flashevolve_reply_i
 
 @contextmanager
 def inspecting_replies() -> Generator[ReplyInspection, None, None]:
-    """Inspect the replies of one LM call; dspy shows a reply as it came only to the LM's history.
-
-    Raises:
-        HollowReplyError: a reply was a failure of the server's.
-    """
+    """Inspect the replies of one LM call; dspy shows a reply as it came only to the LM's history."""
     inspection = ReplyInspection(kept=not dspy.settings.disable_history)
     token = INSPECTION.set(inspection)
     try:
@@ -74,11 +66,7 @@ def inspecting_replies() -> Generator[ReplyInspection, None, None]:
 
 
 class CutOffReplyError(ValueError):
-    """A reply that ends where its tokens were used up: half a text is no candidate.
-
-    Args:
-        model: whose reply it was.
-    """
+    """A reply that ends where its tokens were used up: half a text is no candidate."""
 
     def __init__(self, model: str) -> None:
         super().__init__(f"a reply of {model} was cut off at its longest length. Give that LM more max_tokens.")
@@ -116,9 +104,6 @@ def failure_in(reply: Any) -> str:
     A reply that was cut off at its length or by a content filter, a refusal, reasoning without an answer and an empty
     text are what the model said. A text that is empty since no token was written is not.
 
-    Args:
-        reply: an lm15 ``Response``, a tuple of them, or an object shaped as OpenAI's.
-
     >>> failure_in({"choices": []}), failure_in({"choices": [{"message": {"content": ""}}]})
     ('the reply holds no message', '')
     """
@@ -139,11 +124,7 @@ def failure_in(reply: Any) -> str:
 
 
 def _failure_in_choice(choice: Any, is_silent: bool) -> str:
-    """See :func:`failure_in`.
-
-    Args:
-        is_silent: no token was written, as far as is known: a reply from dspy's cache has lost its usage.
-    """
+    """See :func:`failure_in`."""
     reason = _get(choice, "finish_reason")
     if reason in ("length", "content_filter"):
         return ""

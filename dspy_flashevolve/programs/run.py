@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -34,7 +34,7 @@ from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.ray_rollouts import Actors
 from dspy_flashevolve.programs.records import ModuleReply, ProgramRecord, ReplyText
 from dspy_flashevolve.programs.replies import CutOffReplyError, recording_cut_off_replies
-from dspy_flashevolve.programs.servers import endpoint_of, watchers
+from dspy_flashevolve.programs.servers import endpoint_of
 from dspy_flashevolve.programs.settings import RunSettings
 from dspy_flashevolve.programs.usage import (
     Entry,
@@ -351,10 +351,6 @@ class DspyRun(EvolutionRun):
             metric_calls=self.budget.spent if metric_calls is None else metric_calls,
             max_metric_calls=self._shown_calls,
         )
-
-    def _own_watchers(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-        gauges = watchers(self.endpoints) if self.endpoints.limits else []
-        return [*super()._own_watchers(), *gauges]
 
 
 def _lms_of(targets: Sequence[Any], default: Any) -> list[Any]:

@@ -1,37 +1,23 @@
-"""Servers that answer LM calls: one model on several of them as one LM, whose limits a call counts against, and how
-full a vLLM server is."""
+"""Servers that answer LM calls: one model on several of them as one LM, and whose limits a call counts against."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import os
-import re
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
-import anyio
 import dspy
 from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import is_retryable_lm_error
 
-from dspy_flashevolve.engine.endpoints import SERVER_SEPARATOR, Endpoints
+from dspy_flashevolve.engine.endpoints import SERVER_SEPARATOR
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.rates import MAX_LIMIT, Unit
 from dspy_flashevolve.engine.redaction import without_secrets
-from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.faults import DSPYS_ACALL, DSPYS_CALL
 
-READ_SECONDS = 5.0
-"""How long an answer of ``/metrics`` may take: httpx's own default."""
-MAX_FAILURES = 10
-"""Failures in a row after which the gauges of a server that has answered before are given up: at a question a second it
-may restart its endpoint for ten seconds. A round number; without gauges, limits adapt by what requests come to."""
-_SAMPLE = re.compile(r"^vllm:(\w+)(?:\{.*\})? ([^\s]+)", re.MULTILINE)
-
-logger = logger_named(__name__)
 _SETTINGS = {"api_base", "api_key", "rpm", "tpm"}
 _TURNS = itertools.count()
 
@@ -176,81 +162,8 @@ def limits_in_options(options: Mapping[str, Any]) -> dict[Unit, float]:
 
 
 def account_of(lm: Any, endpoint: str, key: str | None = None) -> tuple[str, str, str]:
-    """Name the account whose limits an LM's requests count against: endpoint, model and key.
-
-    Args:
-        key: of the deployment; default: the LM's, else the one of its provider in the environment.
-    """
+    """Name the account whose limits an LM's requests count against: endpoint, model and key."""
     options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
     model = str(getattr(lm, "model", type(lm).__name__))
     key = key or str(options.get("api_key") or os.environ.get(f"{model.split('/', 1)[0].upper()}_API_KEY", ""))
     return endpoint, model, key
-
-
-def gauges_in(text: str) -> tuple[float, float, float] | None:
-    """Read requests waiting, requests running and the share of the KV cache in use; None where a text does not say.
-
-    Several engines behind one address are added up; of their caches the fullest counts.
-
-    >>> gauges_in('vllm:num_requests_waiting{engine="0"} 3.0\\nvllm:num_requests_running{engine="0"} 8\\n')
-    (3.0, 8.0, 0.0)
-    >>> gauges_in("<html>not found</html>") is None
-    True
-    """
-    samples: dict[str, list[float]] = {}
-    for name, value in _SAMPLE.findall(text):
-        try:
-            samples.setdefault(name, []).append(float(value))
-        except ValueError:
-            return None
-    if "num_requests_waiting" not in samples or "num_requests_running" not in samples:
-        return None
-    cache = samples.get("kv_cache_usage_perc") or samples.get("gpu_cache_usage_perc") or [0.0]
-    return sum(samples["num_requests_waiting"]), sum(samples["num_requests_running"]), max(cache)
-
-
-def metrics_url(api_base: str) -> str | None:
-    """Return the address of ``/metrics`` of the server at ``api_base``; None for what is no http address.
-
-    >>> metrics_url("http://localhost:8000/v1"), metrics_url("openai")
-    ('http://localhost:8000/metrics', None)
-    """
-    parts = urlsplit(api_base)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        return None
-    path = re.sub(r"/v1$", "", parts.path.rstrip("/"))
-    return f"{parts.scheme}://{parts.netloc}{path}/metrics"
-
-
-async def watch(url: str, report: Callable[[float, float, float], None], every_seconds: float = 1.0) -> None:
-    """Ask a server how full it is, as long as it answers like vLLM, or until this is cancelled. Raises nothing.
-
-    Args:
-        url: of ``/metrics``.
-        report: called with requests waiting, requests running and the share of the KV cache in use.
-        every_seconds: between two questions.
-    """
-    import httpx  # takes a moment to import, and only endpoints with an address need it
-
-    failures, answered = 0, False
-    try:
-        async with httpx.AsyncClient(timeout=READ_SECONDS) as client:
-            while failures < (MAX_FAILURES if answered else 1):
-                try:
-                    reply = await client.get(url)
-                    gauges = gauges_in(reply.text) if reply.status_code == 200 else None
-                except (httpx.HTTPError, httpx.InvalidURL, UnicodeError):
-                    gauges = None
-                failures = failures + 1 if gauges is None else 0
-                if gauges is not None:
-                    answered = True
-                    report(*gauges)
-                await anyio.sleep(every_seconds)
-    except Exception as error:  # a proxy or a certificate that httpx cannot use is no reason to end a run
-        logger.debug("No gauges from %s: %s", url, error)
-
-
-def watchers(endpoints: Endpoints) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-    """Return what reads the gauges of all endpoints that have an address, to be run beside the run."""
-    urls = {name: metrics_url(name.partition(" #")[0]) for name in endpoints.names}
-    return [partial(watch, url, endpoints.endpoint(name).record_gauge) for name, url in urls.items() if url is not None]

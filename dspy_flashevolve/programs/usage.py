@@ -21,11 +21,11 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 import dspy
 from dspy.utils.usage_tracker import UsageTracker
@@ -39,26 +39,14 @@ def rates_of(model: str) -> tuple[float, float] | None:
 
     Where nobody has imported litellm, which takes seconds and asks the network, the map is read from its files.
     """
-    if "litellm" not in sys.modules and (shipped := _shipped_rates()):
-        names = (model, model.partition("/")[2])
-        entry = next((shipped[name] for name in names if name in shipped), {})
-        rates = entry.get("input_cost_per_token"), entry.get("output_cost_per_token")
-        return None if rates[0] is None or rates[1] is None else (float(rates[0]), float(rates[1]))
-    import litellm
-
-    quiet = litellm.suppress_debug_info
-    litellm.suppress_debug_info = True  # else it prints its list of providers for a model that it does not know
-    try:
-        prompt, completion = litellm.cost_per_token(model, prompt_tokens=1_000_000, completion_tokens=1_000_000)
-    except Exception:  # litellm raises a plain Exception for models that it does not know
-        return None
-    finally:
-        litellm.suppress_debug_info = quiet
-    return prompt / 1e6, completion / 1e6
+    costs: Mapping[str, Any] = getattr(sys.modules.get("litellm"), "model_cost", None) or _shipped_costs()
+    entry = costs.get(model) or costs.get(model.partition("/")[2]) or {}
+    prompt, completion = entry.get("input_cost_per_token"), entry.get("output_cost_per_token")
+    return None if prompt is None or completion is None else (float(prompt), float(completion))
 
 
 @cache
-def _shipped_rates() -> dict[str, Any]:
+def _shipped_costs() -> dict[str, Any]:
     """Map each model to its entry in the cost map that litellm ships; empty where that is not found."""
     package = find_spec("litellm")
     for folder in () if package is None else package.submodule_search_locations or ():
@@ -81,34 +69,6 @@ class _Counted(Entry):
     """An entry that a :class:`Usage` has counted, for the trackers around it: another Usage does not count it again."""
 
 
-class _Entries(list[Entry]):
-    """The entries of one model in a :class:`Usage`; dspy adds to such lists by these two methods."""
-
-    def __init__(self, add: Callable[[Iterable[Entry]], None]) -> None:
-        super().__init__()
-        self._add = add
-
-    def append(self, entry: Entry, /) -> None:
-        self._add([entry])
-
-    def extend(self, entries: Iterable[Entry], /) -> None:
-        self._add(entries)
-
-    def __reduce_ex__(self, protocol: SupportsIndex, /) -> Any:
-        return list, (list(self),)
-
-
-class _EntriesByModel(defaultdict[str, list[Entry]]):
-    """Model -> its entries."""
-
-    def __init__(self, add: Callable[[str, Iterable[Entry]], None]) -> None:
-        super().__init__()
-        self._add = add
-
-    def __missing__(self, model: str) -> list[Entry]:
-        return self.setdefault(model, _Entries(partial(self._add, model)))
-
-
 class Usage(UsageTracker):
     """A usage tracker that counts each LM call once, in any thread. It is its own deep copy, see the module.
 
@@ -119,7 +79,7 @@ class Usage(UsageTracker):
 
     def __init__(self, count: CountLate | None = None) -> None:
         super().__init__()
-        self.usage_data: defaultdict[str, list[Entry]] = _EntriesByModel(self.add)
+        self.usage_data: defaultdict[str, list[Entry]] = defaultdict(list)
         self._is_of_run, self._place = count is not None, _place_here()
         self._around: Usage | None = dspy.settings.get(COUNTED_BY)
         tracker: UsageTracker | None = dspy.settings.usage_tracker
@@ -129,6 +89,11 @@ class Usage(UsageTracker):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Usage:
         return self
+
+    def add_usage(self, lm: str, usage_entry: Entry) -> None:
+        """See ``UsageTracker``."""
+        if usage_entry:
+            self.add(lm, [self._flatten_usage_entry(usage_entry)])
 
     def close(self) -> None:
         """Say that its counts are read now; what comes from here on is late, and goes to the run."""
@@ -149,7 +114,7 @@ class Usage(UsageTracker):
         with self._closing:
             is_late = self._is_closed
             if fresh and not is_late:
-                list[Entry].extend(self.usage_data[model], fresh)
+                self.usage_data[model] += fresh
         if is_late and self._count is not None:
             place = _place_here() if self._is_of_run else self._place
             for entry in fresh:
@@ -210,11 +175,7 @@ def usage_settings(count: CountLate) -> dict[str, Any]:
 
 @contextmanager
 def counted_call(others: Sequence[CountLate] = ()) -> Generator[None, None, None]:
-    """Count one LM call at the call, beside the tracker that the program may have around it.
-
-    Args:
-        others: count it where the call knows no run.
-    """
+    """Count one LM call at the call, beside the tracker that the program may have around it."""
     by: Usage | None = dspy.settings.get(COUNTED_BY)
     tracker: UsageTracker | None = dspy.settings.usage_tracker
     call = UsageTracker()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import itertools
 import pickle
 import random
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,25 +17,22 @@ import dspy
 import pytest
 from dspy.lm15 import RateLimitError
 from dspy.utils.callback import BaseCallback
-from dspy.utils.dummies import DummyLM
-from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError, LMTimeoutError
+from dspy.utils.exceptions import LMRateLimitError, LMServerError, LMTimeoutError
 
 from dspy_flashevolve import AsyncGEPA, Workflow
 from dspy_flashevolve.engine.endpoints import Endpoints, groups_of
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Event, EventBus, LimitChanged
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.loop import EARLY_SECONDS, Threads
+from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, Rollouts
+from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler
-from dspy_flashevolve.engine.steps import Budget
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
 from dspy_flashevolve.programs.lm import LanguageModels
-from dspy_flashevolve.programs.placement import answers_asynchronously
-from dspy_flashevolve.programs.servers import account_of, endpoint_of, watch, watchers
+from dspy_flashevolve.programs.servers import account_of, endpoint_of
 from dspy_flashevolve.sim import PROFILES, SimServer
-from dspy_flashevolve.sim.virtual import LOOP_OF, SimulatedModel, run
+from dspy_flashevolve.sim.virtual import LOOP_OF, run
 from tests.broken_server import BrokenServer
 from tests.engine.stepped import Asker
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for
@@ -119,11 +115,6 @@ def limited() -> Exception:
     return LMRateLimitError("slow down", retry_after=7.0)
 
 
-def endpoints(asked: dict[str, list[str]], adaptive: Bounds | None = None) -> Endpoints:
-    scheduler = Scheduler(4, ["rollout", "propose"], groups_of(asked))
-    return Endpoints(asked, adaptive, scheduler, EventBus(), scheduler.clock, RetryPolicy(), random.Random(0))
-
-
 # Waiting
 
 
@@ -151,53 +142,18 @@ def test_a_request_that_waits_for_a_retry_after_holds_no_slot_unless_it_holds_a_
     assert busy == ([0, 0, 0] if asynchronous else [1, 1, 1])
 
 
-def test_another_rollout_takes_the_slot_meanwhile() -> None:
-    async def body(made: Run) -> list[str]:
-        ended: list[str] = []
-
-        async def one(name: str, lm: Any) -> None:
-            await made.ask(lm, name)
-            ended.append(name)
-
-        await asyncio.gather(one("refused", failing(1, limited)), one("other", failing(0, limited)))
-        return ended
-
-    assert in_run(body, slots=1) == ["other", "refused"]
-
-
-def test_a_burst_of_refusals_pauses_the_whole_endpoint() -> None:
-    lm, asked = failing(6, limited), list[float]()
-
-    async def body(made: Run) -> None:
-        paced = made.models.pace(lm)
-        clock = asyncio.get_running_loop().time
-        inner = lm._async_engine_spec.engine.answer
-
-        def answer(prompt: str) -> str:
-            asked.append(clock())
-            return inner(prompt)
-
-        paced._async_engine_spec.engine.answer = answer
-
-        async def late(n: int) -> None:
-            await anyio.sleep(1.0 + n)
-            await made.ask(lm, f"late {n}")
-
-        await asyncio.gather(made.ask_all(lm, 6), *(late(n) for n in range(3)))
-
-    in_run(body)
-    assert len(asked) == 15
-    assert [seconds for seconds in asked if 0 < seconds < 7.0] == []
+AT_WORK, MOST = set[int](), [0]
 
 
 class Asking(dspy.Module):
-    """A program with ``forward`` alone, which runs in threads; counts how many of them are at work."""
+    """A program with ``forward`` alone, which runs in threads for a while; counts how many of them are at work."""
 
     def __init__(self) -> None:
         super().__init__()
         self.step = dspy.Predict("question -> answer")
 
     def forward(self, question: str) -> dspy.Prediction:
+        LOOP_OF[threading.get_ident()].wait_from_thread(asyncio.sleep(0.2 + hashed(question) % 7 / 10))
         AT_WORK.add(threading.get_ident())
         MOST[0] = max(MOST[0], len(AT_WORK))
         try:
@@ -206,44 +162,28 @@ class Asking(dspy.Module):
             AT_WORK.discard(threading.get_ident())
 
 
-AT_WORK, MOST = set[int](), [0]
-
-
-class SlowAsking(Asking):
-    """Takes a while, in virtual time."""
-
-    def forward(self, question: str) -> dspy.Prediction:
-        LOOP_OF[threading.get_ident()].wait_from_thread(asyncio.sleep(0.2 + hashed(question) % 7 / 10))
-        return super().forward(question)
-
-
-def limited_at_once() -> Exception:
-    return LMRateLimitError("slow down")
-
-
 OUTAGES: dict[str, tuple[float, float, Callable[[], Exception]]] = {
     "503 from the start": (0.0, 2.0, lambda: LMServerError("503")),
     "503": (0.5, 2.5, lambda: LMServerError("503")),
-    "429": (0.5, 2.5, limited_at_once),
+    "429": (0.5, 2.5, lambda: LMRateLimitError("slow down")),
     "429 with a Retry-After": (0.5, 2.5, limited),
 }
 """Name -> when it begins and ends, in seconds, and what is said meanwhile."""
 
 
-def through_an_outage(program: dspy.Module, outage: str, num_threads: int | None, virtually: bool = True) -> None:
-    """A run that has one comes to its end, with every answer."""
+@pytest.mark.parametrize("num_threads", [4, 16, None])
+@pytest.mark.parametrize("outage", list(OUTAGES))
+def test_a_short_outage_does_not_hang_a_program_that_runs_in_threads(outage: str, num_threads: int | None) -> None:
+    """A thread that waits to ask again keeps its slot: else more rollouts begin than there are threads to end them."""
     begins, ends, error = OUTAGES[outage]
     AT_WORK.clear()
     MOST[0] = 0
 
     async def main() -> Any:
         loop = asyncio.get_running_loop()
-        began, numbers = loop.time(), itertools.count()
 
         def answer(prompt: str) -> str:
-            # In real time an outage of seconds may be over before a busy machine asks for the first time.
-            is_out = begins <= loop.time() - began < ends if virtually else next(numbers) < 6
-            if is_out:
+            if begins <= loop.time() < ends:
                 raise error()
             return reply_for(prompt, answer=str(1 + hashed(prompt) % 6))
 
@@ -255,25 +195,14 @@ def through_an_outage(program: dspy.Module, outage: str, num_threads: int | None
             track_stats=True,
             reflection_lm=reflection_lm(),
         )
-        with dspy.context(lm=fake_lm(answer)), anyio.fail_after(1000 if virtually else 30):
-            return await optimizer.acompile(program, trainset=examples("t", 7), valset=examples("v", 20))
+        with dspy.context(lm=fake_lm(answer)), anyio.fail_after(1000):
+            return await optimizer.acompile(Asking(), trainset=examples("t", 7), valset=examples("v", 20))
 
-    details = (run(main) if virtually else asyncio.run(main())).detailed_results
+    details = run(main).detailed_results
     assert details.async_stats.outcome == "finished"
     assert details.async_stats.retried_requests > 0
     assert min(details.val_subscores[0].values()) > 0
     assert 1 < MOST[0] <= (num_threads or details.async_stats.peak_slots)
-
-
-@pytest.mark.parametrize("num_threads", [4, 16, None])
-@pytest.mark.parametrize("outage", list(OUTAGES))
-def test_a_short_outage_does_not_hang_a_program_that_runs_in_threads(outage: str, num_threads: int | None) -> None:
-    """A thread that waits to ask again keeps its slot: else more rollouts begin than there are threads to end them."""
-    through_an_outage(SlowAsking(), outage, num_threads)
-
-
-def test_nor_does_it_in_real_time() -> None:
-    through_an_outage(Asking(), "503 from the start", 4, virtually=False)
 
 
 @pytest.mark.parametrize("program", [Asking, Chain])
@@ -313,31 +242,6 @@ def test_a_provider_that_gives_no_answer_is_asked_by_both_counts_together_and_no
 
     in_run(body)
     assert lm.engine.calls == 6 + own
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_lone_request_that_is_told_to_come_back_later_is_asked_until_the_provider_is_given_up(
-    asynchronous: bool,
-) -> None:
-    lm = failing(1000, lambda: LMRateLimitError("429", retry_after=0.1))
-
-    async def body(made: Run) -> float:
-        with pytest.raises(RolloutUnresolvedError):
-            await made.ask(lm, "?", asynchronous)
-        return asyncio.get_running_loop().time()
-
-    assert 60.0 - EARLY_SECONDS <= in_run(body, retry=RetryPolicy()) < 62.0
-
-
-def test_an_error_that_no_retry_mends_is_raised_at_once() -> None:
-    lm = failing(1, lambda: LMAuthError("who?"))
-
-    async def body(made: Run) -> None:
-        with dspy.context(lm=made.models.pace(lm), **made.models.settings), pytest.raises(LMAuthError):
-            await PREDICT.acall(question="?")
-
-    in_run(body)
-    assert lm.engine.calls == 1
 
 
 def test_where_the_run_cannot_be_waited_for_a_paced_lm_is_as_the_lm_itself() -> None:
@@ -406,20 +310,6 @@ def test_copies_and_pickles_of_a_paced_lm_are_plain_lms_again() -> None:
     assert lm.dump_state() == state
 
 
-def test_what_is_no_dspy_lm_is_not_paced() -> None:
-    dummy = DummyLM([{"answer": "yes"}])
-    asynchronous, sync = fake_lm(lambda prompt: ""), fake_lm(lambda prompt: "", asynchronous=False)
-
-    async def body(made: Run) -> None:
-        assert made.models.pace(dummy) is dummy
-        assert made.models.pace(None) is None
-        assert answers_asynchronously(made.models.pace(asynchronous))
-        assert not answers_asynchronously(made.models.pace(sync))
-        assert type(dummy) is DummyLM
-
-    in_run(body)
-
-
 def test_runs_that_share_an_lm_pace_it_until_the_last_of_them_ends() -> None:
     lm = failing(0, limited)
 
@@ -447,25 +337,6 @@ def test_who_asks_from_outside_of_a_run_meanwhile_gets_the_lm_as_it_is() -> None
 
     in_run(body)
     assert lm.engine.calls == 3
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_cached_answers_stay_cached(asynchronous: bool) -> None:
-    lm = failing(1, limited)
-    lm.cache = True
-    question = f"cached? {asynchronous}"
-
-    async def body(made: Run) -> None:
-        await made.ask(lm, question, asynchronous)
-        asked = lm.engine.calls
-        await made.ask(lm, question, asynchronous)
-        assert lm.engine.calls == asked
-
-    in_run(body)
-    with dspy.context(lm=lm, adapter=dspy.ChatAdapter()):
-        asked = lm.engine.calls
-        assert (asyncio.run(PREDICT.acall(question=question)) if asynchronous else PREDICT(question=question)).answer
-    assert lm.engine.calls == asked
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -525,48 +396,7 @@ def test_refusals_and_timeouts_in_a_row_reach_the_limit(error: Any, asynchronous
     in_run(body, slots=64, adaptive=Bounds(start=12, high=64))
 
 
-def test_a_limit_grows_with_answers_from_the_loop_and_from_threads_alike() -> None:
-    def grown(asynchronous: bool) -> tuple[int, int]:
-        model = SimulatedModel()
-        lm = model.lm()
-
-        async def body(made: Run) -> tuple[int, int]:
-            await made.ask_all(lm, 120, asynchronous)
-            return made.scheduler.limit, len([event for event in made.events if isinstance(event, LimitChanged)])
-
-        return in_run(body, slots=64, names={endpoint_of(lm)}, adaptive=Bounds(start=4, high=64))
-
-    assert grown(True)[0] > 16
-    assert grown(False)[0] > 16
-
-
-def test_an_lm_that_cannot_be_seen_is_heard_through_its_rollouts() -> None:
-    async def body(made: Run) -> int:
-        async def answered() -> Rollout:
-            await anyio.sleep(2.0)
-            return Rollout("", 1.0, {}, None)
-
-        async def one(number: int) -> None:
-            key = RolloutKey("candidate", "train", number, False)
-            budget = Budget(None).reserve(1)
-            assert budget is not None
-            await made.rollouts.rollout(key, "work", STEP, budget, answered)
-
-        await asyncio.gather(*(one(number) for number in range(40)))
-        return made.scheduler.limit
-
-    assert in_run(body, slots=64, adaptive=Bounds(start=4, high=64)) > 4
-
-
 # Over HTTP
-
-
-@pytest.fixture(scope="module")
-def narrow() -> Iterator[SimServer]:
-    """A server that takes three requests at once, and wants the others to come back at once."""
-    profile = replace(PROFILES["api-gpt-4o-mini"], concurrency_limit=3, retry_after_seconds=0.0)
-    with SimServer(profile, time_scale=100) as server:
-        yield server
 
 
 def over_http(server: SimServer, **options: Any) -> dspy.LM:
@@ -603,73 +433,6 @@ def test_a_date_to_come_back_at_is_understood() -> None:
     error.__cause__ = type("Inner", (Exception,), {"response": reply})()
     assert (retry_after_of(error) or 0.0) > 1e6
     assert retry_after_of(LMServerError("503")) is None
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_rollouts_beyond_what_the_server_takes_are_all_answered(narrow: SimServer, asynchronous: bool) -> None:
-    narrow.reset_stats()
-    lm = over_http(narrow)
-
-    async def body(made: Run) -> list[str]:
-        answers = list[str]()
-        while not narrow.stats().refused:  # on a busy machine the requests of a round may come one after the other
-            answers += await made.ask_all(lm, 12, asynchronous)
-        assert made.models.endpoints.retries.count == narrow.stats().refused
-        assert made.scheduler.statistics().busy == 0
-        return answers
-
-    policy = RetryPolicy(attempts=50, first_seconds=0.05)
-    answers = in_run(body, virtually=False, slots=8, names={endpoint_of(lm)}, retry=policy)
-    assert len(answers) >= 12
-    assert all(answers)
-    assert (lm.num_retries, len(lm.history)) == (3, len(answers))
-
-
-def test_task_and_reflection_models_of_one_server_share_its_limit(narrow: SimServer) -> None:
-    narrow.reset_stats()
-    task, judge = over_http(narrow), over_http(narrow, temperature=1.0)
-
-    async def body(made: Run) -> None:
-        await asyncio.gather(made.ask_all(task, 20), made.ask_all(judge, 20))
-        assert made.scheduler.limit <= 4
-        assert set(made.models.endpoints.limits) == {narrow.api_base}
-        assert narrow.stats().finished == 40
-
-    rules, policy = Bounds(start=6, high=8), RetryPolicy(attempts=50, first_seconds=0.05)
-    in_run(body, virtually=False, slots=8, names={narrow.api_base}, adaptive=rules, retry=policy)
-
-
-# vLLM's gauges
-
-
-async def gauges_of(url: str, seconds: float) -> list[tuple[float, ...]]:
-    seen: list[tuple[float, ...]] = []
-    with anyio.move_on_after(seconds) as bound:
-
-        def report(*gauges: float) -> None:
-            seen.append(gauges)
-            if len(seen) > 1:
-                bound.cancel()
-
-        await watch(url, report, every_seconds=0.02)
-        seen.append(())
-    return seen
-
-
-def test_the_servers_gauges_are_read(narrow: SimServer) -> None:
-    seen = asyncio.run(gauges_of(f"{narrow.url}/metrics", 60.0))
-    assert len(seen) > 1
-    assert set(seen) == {(0.0, 0.0, 0.0)}
-
-
-def test_what_is_no_vllm_is_asked_once(narrow: SimServer) -> None:
-    for url in (f"{narrow.url}/nothing", f"{narrow.url}/health", "http://127.0.0.1:9/metrics", "http://[bad/metrics"):
-        assert asyncio.run(gauges_of(url, 5.0)) == [()]
-
-
-def test_only_addresses_are_watched() -> None:
-    asked = {"rollout": ["openai"], "propose": ["http://localhost:8000/v1"]}
-    assert len(watchers(endpoints(asked, Bounds(start=4)))) == 1
 
 
 # Limits a minute

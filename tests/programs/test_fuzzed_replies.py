@@ -16,20 +16,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
+from dspy_flashevolve.engine.errors import TransientError
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollout
-from dspy_flashevolve.engine.staleness import Discard, StaleChild
-from dspy_flashevolve.gepa.repair import Repair, outcome_of, read_answer
-from dspy_flashevolve.modules.rewriting import StaleCandidateReflection
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner
-from dspy_flashevolve.programs.records import ModuleReply
 from dspy_flashevolve.programs.reflection import Reflection
-from dspy_flashevolve.programs.run import DspyRun
-from dspy_flashevolve.programs.settings import RunSettings
-from tests.engine.stepped import Asker
 from tests.fakes import Chain, digits, examples, fake_lm
 from tests.programs.test_programs import adapter_for
 
@@ -144,39 +136,6 @@ def test_no_reply_of_the_reflection_model_is_anything_but_texts_or_an_error_that
                 assert all(isinstance(text, str) for text in proposed.texts.values())
 
     in_world(body)
-
-
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda one: type(one).__name__)
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(replies | st.none(), min_size=1, max_size=3))
-def test_no_reply_to_a_repair_is_anything_but_a_repair_or_a_transient_fault(
-    adapter: Any, given_replies: list[Any]
-) -> None:
-    child = StaleChild(1, {"steps[0]": "child"}, HEAD, 0.2)
-    inputs = {"head": HEAD, "children": [child], "commits": [], "code_components": []}
-
-    for lm in lms(given_replies):
-        once = RetryPolicy(attempts=1)
-        made = DspyRun(name="Fuzz", stages={"integrate": [lm]}, settings=RunSettings(num_threads=2), retry=once)
-
-        async def body(made: DspyRun = made, lm: Any = lm) -> ModuleReply[Repair]:
-            module = StaleCandidateReflection()
-            return await made.call_module(
-                "integrate", Asker(0), module, inputs, lm=lm, read=lambda answer: read_answer(answer, child, 0)
-            )
-
-        with dspy.context(adapter=adapter):
-            try:
-                asked = made.run_sync(body)
-            except RolloutUnresolvedError:
-                continue
-        if asked.answer is None:
-            assert asked.error is not None
-            continue
-        assert asked.answer.texts.keys() <= HEAD.keys()
-        assert {one.child for one in asked.answer.verdicts} <= {1}
-        assert asked.answer.failed or asked.answer.texts or asked.answer.verdicts
-        assert isinstance(outcome_of(asked.answer, child, HEAD), dict | Discard | str)
 
 
 def scored(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:

@@ -11,14 +11,12 @@ import dspy
 import pytest
 from dspy.clients.base_lm import BaseLM
 from dspy.utils.dummies import DummyLM
-from dspy.utils.exceptions import ContextWindowExceededError, LMAuthError, LMRateLimitError, LMServerError
 
-from dspy_flashevolve.engine.errors import ConfigurationError, RunAbortedError, TransientError
+from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.programs.building import StudentAdapter
-from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric, check_metric
 from dspy_flashevolve.programs.placement import answers_asynchronously, runs_on_loop
 from dspy_flashevolve.programs.program import ProgramRunner
@@ -27,23 +25,9 @@ from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, tas
 # Loop or thread
 
 
-class OnlyForward(dspy.ChainOfThought):
-    def forward(self, **inputs: Any) -> Any:
-        return dspy.Prediction(answer="own")
-
-
 class SyncOnlyLM(BaseLM):
     def forward(self, prompt: Any = None, messages: Any = None, **kwargs: Any) -> Any:
         raise NotImplementedError
-
-
-def test_a_program_with_its_own_aforward_runs_on_the_loop() -> None:
-    assert runs_on_loop(Chain())
-    assert runs_on_loop(dspy.ChainOfThought("question -> answer"))
-
-
-def test_a_program_that_overrides_only_forward_runs_in_a_thread() -> None:
-    assert not runs_on_loop(OnlyForward("question -> answer"))
 
 
 def test_a_program_whose_forward_was_patched_runs_in_a_thread() -> None:
@@ -74,35 +58,6 @@ def test_a_metric_with_the_wrong_signature_is_refused_with_what_it_has() -> None
         check_metric(lambda gold, pred: 1.0)
     with pytest.raises(ConfigurationError, match="metric is 5, expected a function"):
         check_metric(5)  # type: ignore[arg-type]
-
-
-def required(gold: Any, pred: Any, trace: Any, pred_name: Any, pred_trace: Any) -> float:
-    return 0.25
-
-
-async def awaited(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
-    await asyncio.sleep(0)
-    return 0.5
-
-
-class CallableMetric:
-    async def __call__(
-        self, gold: Any, pred: Any, trace: Any = None, name: Any = None, pred_trace: Any = None
-    ) -> float:
-        return 0.75
-
-
-@pytest.mark.parametrize(("function", "score"), [(required, 0.25), (awaited, 0.5), (CallableMetric(), 0.75)])
-def test_sync_and_coroutine_metrics_score_and_give_feedback(function: Any, score: float) -> None:
-    async def main() -> tuple[Any, Any]:
-        threads = Threads(2, "metric")
-        metric = Metric(function, threads)
-        try:
-            return await metric.score(None, None), await metric.feedback(None, None, None, "p", None)
-        finally:
-            threads.close()
-
-    assert asyncio.run(main()) == (score, score)
 
 
 def test_a_sync_metric_does_not_hold_up_the_loop() -> None:
@@ -205,32 +160,6 @@ def test_predictions_carry_their_usage_where_the_user_asked_for_it() -> None:
 # Faults
 
 
-@pytest.mark.parametrize("error", [LMRateLimitError("slow down", retry_after=7.0), LMServerError("503")])
-def test_a_transient_fault_of_the_provider_asks_for_a_retry(error: Exception) -> None:
-    with pytest.raises(TransientError) as caught:
-        raise_provider_fault(error)
-    assert caught.value.retry_after_seconds == getattr(error, "retry_after", None)
-
-
-def test_a_rejected_key_aborts_the_run() -> None:
-    with pytest.raises(RunAbortedError, match="Check the API key"):
-        raise_provider_fault(LMAuthError("bad key"))
-
-
-@pytest.mark.parametrize("error", [ContextWindowExceededError(message="too long"), ValueError("the program's own")])
-def test_what_the_candidate_caused_is_no_fault_of_the_provider(error: Exception) -> None:
-    raise_provider_fault(error)  # returns: the rollout is scored as a failure
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_rate_limited_rollout_is_not_scored(asynchronous: bool) -> None:
-    def limited(prompt: str) -> str:
-        raise LMRateLimitError("429")
-
-    with dspy.context(lm=fake_lm(limited, asynchronous=asynchronous)), pytest.raises(TransientError):
-        roll_out(adapter_for(Chain(), digits), digits, examples("q", 1), True)
-
-
 def test_what_a_judge_of_the_metric_reads_and_writes_counts_as_the_rollouts() -> None:
     judge = fake_lm(lambda prompt: "fine")
 
@@ -242,11 +171,3 @@ def test_what_a_judge_of_the_metric_reads_and_writes_counts_as_the_rollouts() ->
         [plain] = roll_out(adapter_for(Chain(1), digits), digits, examples("q", 1), True)
         [rollout] = roll_out(adapter_for(Chain(1), judged), judged, examples("q", 1), True)
     assert (plain.tokens, rollout.tokens) == (7, 14)
-
-
-def test_a_metric_whose_judge_is_rate_limited_is_not_a_score_of_the_candidate() -> None:
-    def judged(gold: Any, pred: Any, *rest: Any) -> float:
-        raise LMRateLimitError("429")
-
-    with pytest.raises(TransientError):
-        roll_out(adapter_for(Chain(), judged), judged, examples("q", 1), True)
