@@ -13,11 +13,10 @@ from dspy.utils.exceptions import LMRateLimitError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.events import Event, RequestFinished, RolloutFinished
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.sim import HouseRules, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from tests.adding_an_algorithm.hill_climber import Climb, HillClimber
+from tests.adding_an_algorithm.hill_climber import HillClimber
 from tests.fakes import Chain, digits, examples, fake_lm, reply_for
 
 HERE = Path(__file__).parent
@@ -46,29 +45,6 @@ def score(program: dspy.Module, lm: dspy.LM) -> float:
         return run(evaluated)
 
 
-def spans(schedule: Any) -> dict[str, list[tuple[float, float]]]:
-    """Stage -> begin and end of each of its requests, in virtual seconds."""
-    found: dict[str, list[tuple[float, float]]] = {}
-
-    def heard(event: Event) -> None:
-        if isinstance(event, RolloutFinished | RequestFinished):
-            found.setdefault(event.stage, []).append((event.seconds - event.latency_seconds, event.seconds))
-
-    lm = SimulatedModel(reply_model=TASK.reply_model).lm()
-    with dspy.context(lm=lm):
-        climber = HillClimber(TASK.metric, lm, max_metric_calls=96, num_threads=16, schedule=schedule)
-        one = Climb(climber, TASK.program(), TRAIN)
-        one.run.bus.subscribe(heard)
-        run(lambda: one.run.run_async(one.main))
-    return found
-
-
-def overlaps(found: dict[str, list[tuple[float, float]]]) -> int:
-    """Pairs of a proposal and a rollout that were under way at the same time."""
-    pairs = [(one, other) for one in found["propose"] for other in found["evaluate"]]
-    return sum(one[0] < other[1] - 1e-6 and other[0] < one[1] - 1e-6 for one, other in pairs)
-
-
 def test_the_page_shows_the_example_as_it_is_and_it_has_fewer_than_80_lines() -> None:
     source = (HERE / "hill_climber.py").read_text(encoding="utf-8")
     assert f"```python\n{source}```\n" in PAGE.read_text(encoding="utf-8")
@@ -86,12 +62,6 @@ def test_it_improves_the_program_within_its_budget(schedule: str) -> None:
     assert "cannot pay a step" in stats.stop_reason
 
 
-def test_stages_overlap_but_not_in_lockstep() -> None:
-    assert overlaps(spans("async")) > 0
-    assert overlaps(spans("lockstep")) == 0
-
-
-@pytest.mark.long
 def test_it_does_more_than_twice_as_much_in_the_same_time() -> None:
     steps = {
         schedule: climb(10_000, schedule, SimulatedModel(reply_model=TASK.reply_model).lm(), max_seconds=60.0)[1]

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import dspy
-import litellm
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncGEPA, Edits, Guarded, Reflective
@@ -220,6 +219,8 @@ def sql(directory: Path, query: str) -> list[Any]:
 
 def priced(lm: Any) -> Any:
     """The LM, which costs a dollar for a million tokens of a prompt, and two for a million that it writes."""
+    import litellm  # it takes seconds, and processes of tests import this module
+
     price = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
     litellm.register_model({"priced": price})
     lm.model = "priced"

@@ -14,7 +14,7 @@ import pytest
 
 from dspy_flashevolve import Workflow
 from dspy_flashevolve.sim.virtual import run
-from tests.contract.surface import optimizer, priced
+from tests.contract.surface import InThread, optimizer, priced
 from tests.fakes import digits, examples, fake_lm, hashed, reply_for
 
 TRAIN, VAL = examples("t", 4), examples("v", 4)
@@ -30,15 +30,11 @@ def answer(prompt: str) -> str:
     return reply_for(prompt, answer=str(number % 7), new_instruction=f"Instruction {number % 100_000}")
 
 
-class Lanes(dspy.Module):
+class Lanes(InThread):
     """Asks :data:`LANES` questions of one example."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = dspy.Predict("question -> answer")
-
     def asked(self, inputs: list[dict[str, str]]) -> list[Any]:
-        return [self.step(**one) for one in inputs]
+        return [self.steps[0](**one) for one in inputs]
 
     def forward(self, question: str) -> dspy.Prediction:
         answers = self.asked([{"question": f"{question} {lane}"} for lane in range(LANES)])
@@ -47,7 +43,7 @@ class Lanes(dspy.Module):
 
 class ByParallel(Lanes):
     def asked(self, inputs: list[dict[str, str]]) -> list[Any]:
-        pairs = [(self.step, dspy.Example(**one).with_inputs("question")) for one in inputs]
+        pairs = [(self.steps[0], dspy.Example(**one).with_inputs("question")) for one in inputs]
         return dspy.Parallel(num_threads=3, disable_progress_bar=True)(pairs)
 
 
@@ -62,7 +58,7 @@ class InTracker(ByParallel):
 class ByBatch(Lanes):
     def asked(self, inputs: list[dict[str, str]]) -> list[Any]:
         examples = [dspy.Example(**one).with_inputs("question") for one in inputs]
-        return self.step.batch(examples, num_threads=3, disable_progress_bar=True)
+        return self.steps[0].batch(examples, num_threads=3, disable_progress_bar=True)
 
 
 class InContext(Lanes):
@@ -70,7 +66,7 @@ class InContext(Lanes):
 
     def asked(self, inputs: list[dict[str, str]]) -> list[Any]:
         with ThreadPoolExecutor(3) as pool:
-            calls = [pool.submit(contextvars.copy_context().run, self.step, **one) for one in inputs]
+            calls = [pool.submit(contextvars.copy_context().run, self.steps[0], **one) for one in inputs]
             return [call.result() for call in calls]
 
 
@@ -79,7 +75,7 @@ class ByExecutor(Lanes):
 
     def asked(self, inputs: list[dict[str, str]]) -> list[Any]:
         with ThreadPoolExecutor(3) as pool:
-            return list(pool.map(lambda one: self.step(**one), inputs))
+            return list(pool.map(lambda one: self.steps[0](**one), inputs))
 
 
 class Compiled:

@@ -36,23 +36,13 @@ from pydantic import BaseModel, RootModel
 from dspy_flashevolve import AsyncGEPA, ConfigurationError, FlashEvolveError, RunAbortedError
 from tests.contract.surface import command, problems
 from tests.contract.test_meta_harness import search
-from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for, task_lm
-
-TRAIN, VAL = examples("t", 6), examples("v", 6)
+from tests.contract.test_run_directory import compiled
+from tests.fakes import Chain, digits, fake_lm, hashed, reflection_lm, reply_for, task_lm
 
 
 def same_file(examples: int) -> Any:
     """A property whose examples write the same file, one after the other."""
     return settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def compiled(directory: Path, calls: int = 40, student: Any = None, metric: Any = digits, **options: Any) -> Any:
-    with dspy.context(lm=task_lm()):
-        optimizer = AsyncGEPA(
-            metric, max_metric_calls=calls, reflection_lm=options.pop("reflection_lm", None) or reflection_lm(),
-            track_stats=True, log_dir=str(directory), search="pareto", **options,
-        )  # fmt: skip
-        return optimizer.compile(student or Chain(), trainset=TRAIN, valset=VAL)
 
 
 def reflection_lm_that(writes: Callable[[int], str]) -> dspy.LM:

@@ -15,29 +15,10 @@ from dspy.utils.exceptions import LMAuthError
 from pydantic import BaseModel, ConfigDict, Field
 
 from dspy_flashevolve import AsyncGEPA, Edits, Full, Guarded, Reflective, RunAbortedError
-from tests.contract.surface import Scored, Sum, check_ends, facts, journal_of, problems, sql
-from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
+from tests.contract.surface import ENDLESS, Scored, Sum, check_ends, facts, journal_of, problems, raising, sql
+from tests.fakes import Chain, digits, examples, hashed
 
 TRAIN, VAL = examples("t", 7), examples("v", 8)
-
-
-class Refusing:
-    """A reflection LM (or a task LM) that rejects its key from a given call on; a named fake."""
-
-    def __init__(self, field: str, seed: int, refuses_at: int | None) -> None:
-        self.calls = 0
-        self.refuses_at = refuses_at
-        self._field = field
-        self._seed = seed
-        self.lm = fake_lm(self._answer)
-
-    def _answer(self, prompt: str) -> str:
-        self.calls += 1
-        if self.refuses_at is not None and self.calls >= self.refuses_at:
-            raise LMAuthError("the key is rejected")
-        number = hashed(self._seed, prompt)
-        text = str(number % 7) if self._field == "answer" else f"Instruction {number % 100_000}"
-        return reply_for(prompt, **{self._field: text})
 
 
 def run(
@@ -45,10 +26,13 @@ def run(
     reflection_at: int | None = None, metric: Any = digits, kind: Any = AsyncGEPA, student: Any = None,
     trainset: Any = TRAIN, valset: Any = VAL, **options: Any,
 ) -> Any:  # fmt: skip
-    task, reflection = Refusing("answer", seed, task_at), Refusing("new_instruction", seed, reflection_at)
-    with dspy.context(lm=task.lm):
+    task, reflection = (
+        raising(lambda number, at=at: LMAuthError("the key is rejected") if number >= (at or ENDLESS) else None, 0)
+        for at in (task_at, reflection_at)
+    )
+    with dspy.context(lm=task):
         optimizer = kind(
-            metric, max_metric_calls=calls, reflection_lm=reflection.lm, track_stats=True, seed=seed,
+            metric, max_metric_calls=calls, reflection_lm=reflection, track_stats=True, seed=seed,
             log_dir=None if log_dir is None else str(log_dir), **options,
         )  # fmt: skip
         return optimizer.compile(student or Chain(predictors), trainset=trainset, valset=valset).detailed_results

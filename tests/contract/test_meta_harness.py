@@ -182,14 +182,6 @@ def test_proposers_at_once_have_directions_of_their_own() -> None:
     assert {candidate.draft.direction for candidate in found.candidates[1:]} == {"red", "green", "blue"}
 
 
-@pytest.mark.long
-def test_no_proposal_starts_after_the_time_is_over() -> None:
-    found = search(iterations=1000, max_seconds=60.0).detailed_results
-    assert found.stats.outcome == "finished"
-    assert "max_seconds" in found.stats.stop_reason
-    assert steps_of(found.stats) < 100
-
-
 def test_the_student_is_evaluated_though_the_time_is_over_before_the_sandbox_has_started() -> None:
     class Late(Watched):
         async def __aenter__(self) -> Any:

@@ -269,19 +269,12 @@ def test_a_program_that_raises_or_cancels_itself_scores_the_failure_score() -> N
 # Reflections and judges
 
 
-def test_a_reflection_that_fails_for_a_while_is_asked_again_and_one_that_raises_fails_its_step() -> None:
+def test_a_reflection_that_fails_for_a_while_is_asked_again() -> None:
     reflecting = raising(lambda number: LMServerError("503") if number % 2 else None)
     stats = simulated(110, reflection_lm=reflecting).async_stats
     assert stats.retried_requests > 0
     assert stats.ended.get("failed", 0) == 0
     assert stats.ended["committed"] > 0
-
-    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
-        raise ValueError("no idea")
-
-    stats = compiled(40, instruction_proposer=proposer).async_stats
-    assert stats.ended["committed"] == 0
-    assert stats.ended["failed"] == stats.end_reasons["reflection failed: no idea"] > 3
 
 
 @pytest.mark.parametrize("locked", [False, True])

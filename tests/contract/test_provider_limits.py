@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from typing import Any
 
 import dspy
@@ -12,7 +10,6 @@ import pytest
 
 from benchmarks.quota import Quota
 from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.programs.servers import BalancedLM
 from dspy_flashevolve.sim import HouseRules, SimServer
 from tests.broken_server import BrokenServer
 from tests.contract.surface import check_ends, check_winner
@@ -65,40 +62,3 @@ def test_limits_as_arguments_are_not_sent_to_the_provider(engine: str) -> None:
             optimizer.compile(dspy.Predict("question -> answer"), trainset=rows, valset=rows)
     assert len(seen) > 2
     assert all(not {"rpm", "tpm"} & set(body) for body in seen)
-
-
-def test_a_run_goes_on_while_one_of_two_servers_is_gone_and_uses_it_again(caplog: pytest.LogCaptureFixture) -> None:
-    with server() as one, server() as other:
-        lm = BalancedLM("openai/sim", api_base=[one.api_base, other.api_base], api_key="none", cache=False)
-        back: list[int] = []
-        has_ended = threading.Event()
-
-        def wait_for(server: SimServer, requests: int) -> None:
-            while server.stats().requests < requests and not has_ended.is_set():
-                time.sleep(0.02)
-
-        def restart() -> None:
-            wait_for(one, 20)
-            with one.down():
-                wait_for(other, other.stats().requests + 60)
-            if not has_ended.is_set():
-                back.append(other.stats().requests)
-
-        def asked_again(state: Any) -> bool:
-            return bool(back) and one.stats().requests > 0
-
-        thread = threading.Thread(target=restart)
-        thread.start()
-        try:
-            program = compiled(lm, 3000, num_threads=8, gepa_kwargs={"stop_callbacks": [asked_again]})
-        finally:
-            has_ended.set()
-            thread.join()
-        assert back
-        assert one.stats().requests > 0, "asked again after it came back"
-    stats = program.async_stats
-    assert (stats.outcome, stats.stop_reason) == ("stopped", "a stopper said stop")
-    assert stats.ended["failed"] == 0
-    assert not stats.unanswered_examples
-    check_winner(program.detailed_results, 24)
-    assert {change.name for change in stats.limit_changes} <= {one_of["api_base"] for one_of in lm.deployments}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -132,27 +131,6 @@ def test_an_error_before_the_reflection_lm_is_asked_ends_the_run_with_it(schedul
     proposer = InstructionProposer(adapter=Unwritable())
     with pytest.raises(KeyError, match="no such form"):
         simulated(2000, instruction_proposer=proposer, schedule=schedule)
-
-
-def test_an_error_that_some_reflections_have_does_not_end_the_run() -> None:
-    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
-        if hashed(repr(reflective_dataset)) % 2:
-            raise KeyError("no idea")
-        return {name: f"Instruction {hashed(candidate, reflective_dataset)}" for name in components_to_update}
-
-    stats = simulated(110, instruction_proposer=proposer).async_stats
-    assert stats.outcome == "finished"
-    assert stats.ended["failed"] > 0
-
-
-def test_that_no_reply_of_the_first_reflections_could_be_read_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        stats = simulated(110, reflection_lm=lambda prompt: "no field in sight {").async_stats
-    assert stats.outcome in ("finished", "failed")
-    said = [
-        record.message for record in caplog.records if "None of the first 4 reflections was of use" in record.message
-    ]
-    assert len(said) == 1
 
 
 def test_a_reflection_lm_that_refuses_every_request_ends_the_run() -> None:

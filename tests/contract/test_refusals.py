@@ -218,16 +218,17 @@ def balanced(servers: dict[str, Callable[[str], str]], seconds: dict[str, float]
     return lm
 
 
+@pytest.mark.parametrize("error", [LMRateLimitError("429"), ConnectionRefusedError("it is gone")], ids=repr)
 @pytest.mark.parametrize("num_threads", [16, None], ids=["fixed", "adaptive"])
-def test_a_server_that_refuses_everything_is_left_to_the_other_one_and_used_again_afterwards(
-    num_threads: int | None,
+def test_of_two_servers_one_that_refuses_everything_or_is_gone_is_left_and_used_again_afterwards(
+    num_threads: int | None, error: Exception
 ) -> None:
     refused, answered = list[float](), list[float]()
 
     def other(prompt: str) -> str:
         if 5 < now() < 25:
             refused.append(now())
-            raise LMRateLimitError("429")
+            raise error
         answered.append(now())
         return answer(prompt)
 

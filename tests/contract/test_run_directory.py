@@ -28,11 +28,12 @@ from tests.fakes import Chain, digits, examples, reflection_lm, task_lm
 TRAIN, VAL = examples("t", 6), examples("v", 6)
 
 
-def compiled(directory: Path, *, calls: int = 60, metric: Any = digits, student: Any = None, **options: Any) -> Any:
+def compiled(directory: Path, calls: int = 60, metric: Any = digits, student: Any = None, **options: Any) -> Any:
+    reflecting = options.pop("reflection_lm", None) or reflection_lm()
     data = {"trainset": options.pop("trainset", TRAIN), "valset": options.pop("valset", VAL)}
     with dspy.context(lm=options.pop("lm", None) or task_lm()):
         optimizer = AsyncGEPA(
-            metric, max_metric_calls=calls, reflection_lm=reflection_lm(), log_dir=str(directory), track_stats=True,
+            metric, max_metric_calls=calls, reflection_lm=reflecting, log_dir=str(directory), track_stats=True,
             search="pareto", **options,
         )  # fmt: skip
         return optimizer.compile(student or Chain(), **data)

@@ -49,24 +49,6 @@ def compiled(calls: int = 300, predictors: Any = 1, seed: int = 0, **options: An
 
 EACH = Reflective(min_gap=0)
 """Every child is read by the reflection LM before its screen."""
-POLICIES: list[Any] = ["full", "guarded", "reflective", Guarded(0), EACH]
-
-
-@pytest.mark.parametrize("predictors", [1, 2])
-@pytest.mark.parametrize("staleness", POLICIES, ids=repr)
-@pytest.mark.parametrize("search", ["edits", "pareto"])
-def test_with_any_search_and_policy_the_budget_holds_every_step_ends_and_the_winner_is_fully_validated(
-    search: Any, staleness: Any, predictors: int
-) -> None:
-    program = compiled(70, predictors, search=search, staleness=staleness)
-    details, stats = program.detailed_results, program.async_stats
-    assert program.scored == stats.metric_calls <= 70
-    check_ends(stats)
-    assert stats.ended.get("cancelled", 0) == stats.ended.get("failed", 0) == 0
-    check_winner(details, VAL)
-    assert len({name for name, _ in program.named_predictors()}) == predictors
-    assert stats.integration_calls == program.model.requests.get("integration", 0)
-    assert bool(stats.integration_calls) == (staleness == EACH or bool(stats.integrations))
 
 
 @pytest.mark.long

@@ -92,8 +92,9 @@ def test_every_end_drains_and_returns_the_best(way: str, schedule: Any, tmp_path
             "log_dir": str(tmp_path),
             "gepa_kwargs": on("on_iteration_end", lambda _: (tmp_path / "gepa.stop").touch()),
         }
-    with dspy.context(lm=priced(task_lm())):
-        program = compiled(optimizer(reflection_lm=priced(reflection_lm()), **options))
+    lms = [priced(lm) if "max_cost" in options else lm for lm in (task_lm(), reflection_lm())]
+    with dspy.context(lm=lms[0]):
+        program = compiled(optimizer(reflection_lm=lms[1], **options))
     details, stats = program.detailed_results, program.async_stats
     assert reason in stats.stop_reason
     assert stats.outcome == outcome

@@ -289,16 +289,6 @@ def test_a_long_retry_after_does_not_outlive_the_deadline(kind: str) -> None:
     assert stats.seconds < 40
 
 
-@pytest.mark.parametrize("kind", ["loop", "thread"])
-def test_a_training_example_that_is_told_to_wait_for_an_hour_does_not_idle_the_run(kind: str) -> None:
-    """Minibatches avoid it meanwhile: else step after step would come to wait for it, until all do."""
-    with dspy.context(lm=except_for("t 1", lambda: LMRateLimitError("429", retry_after=3600.0))):
-        student = InThread() if kind == "thread" else Chain()
-        stats = simulated(ENDLESS, student, max_seconds=20, max_reflection_calls=30).async_stats
-    assert stats.reflection_calls >= 30
-    assert stats.metric_calls > 100
-
-
 @dataclass
 class Told:
     """Lets some questions wait for an hour, so many times each, and keeps when anything was asked."""

@@ -184,7 +184,8 @@ def test_a_proposer_that_raises_is_named(proposer: Any, name: str, caplog: pytes
     with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
         stats = compiled(40, instruction_proposer=proposer).async_stats
     assert f"instruction_proposer: {name} raised LookupError: it broke" in caplog.text
-    assert stats.ended["failed"] > 3
+    assert stats.ended["committed"] == 0
+    assert stats.ended["failed"] == stats.end_reasons["reflection failed: it broke"] > 3
 
 
 # Metrics that are not thread-safe

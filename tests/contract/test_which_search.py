@@ -250,25 +250,6 @@ class SyncToolbox(Toolbox):
         return self.tools[3 * (hashed(question) % self.needed) + 1](question=question)
 
 
-def test_a_predictor_that_is_called_on_some_examples_only_costs_no_step() -> None:
-    class Router(dspy.Module):
-        """Easy questions are answered by the first predictor, one in six by the second, too."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = dspy.Predict("question -> answer"), dspy.Predict("question, draft -> answer")
-
-        async def aforward(self, question: str) -> dspy.Prediction:
-            draft = await self.first.acall(question=question)
-            if hashed(question) % 6:
-                return draft
-            return await self.second.acall(question=question, draft=draft.answer)
-
-    stats = asked(fake_lm(Reflection(tidy)), Router(), 150, by_rules, reflection_minibatch_size=3).async_stats
-    assert stats.proposals > 5
-    assert stats.ended["failed"] == 0
-
-
 def test_a_predictor_that_is_built_in_forward_ends_the_run_after_eight_minibatches_with_the_cause(
     lines: list[str],
 ) -> None:
