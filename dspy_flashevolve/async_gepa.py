@@ -53,8 +53,9 @@ class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues,
             ``search="pareto"``, as long as children are whole texts, with a sampler or a sampling strategy of your own,
             and in lockstep.
         num_threads: most requests in flight, over all stages. Default None: the run finds out how many the endpoint
-            takes, from ``dspy.settings.num_threads`` up to ``max_concurrency`` (docs/scheduling.md). In lockstep, and
-            for programs that run in threads unless ``max_concurrency`` is given, None is ``dspy.settings.num_threads``.
+            takes, from ``dspy.settings.num_threads`` up to ``max_concurrency`` (docs/guide/backends.md). In lockstep,
+            and for programs that run in threads unless ``max_concurrency`` is given, None is
+            ``dspy.settings.num_threads``.
         schedule: "async" (default), or "lockstep": one step at a time, with the candidates, parents, scores and metric
             calls of ``dspy.GEPA`` for the same seed, and its way of overshooting the budget.
         staleness: what happens to a child when the pool has changed since its parent was selected. "full" (default)
@@ -81,7 +82,7 @@ class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues,
         max_concurrency: most requests in flight when ``num_threads`` is None. Default None: 256.
         workflow: how steps overlap, a :class:`Workflow`: how early a stage passes its output on, how many steps run,
             whose requests get slots, how long a rollout may take, how long an unanswering provider is waited for, and
-            how long a candidate may be (docs/scheduling.md). Default None: ``Workflow()``.
+            how long a candidate may be (docs/guide/shaping-a-search.md). Default None: ``Workflow()``.
         rollouts: a :class:`~.programs.ray_rollouts.RayRollouts`, to run program and metric in other processes, on many
             cores or a cluster (docs/guide/backends.md). Default None: in this process.
         metric_lock: True for a metric that is not thread-safe. It is then called once at a time within a run, for

@@ -2,7 +2,7 @@
 
 A request that fails while most others are answered is at fault itself: its attempts count, and after the last one it is
 given up alone. Where most others fail too, the provider is in trouble: attempts do not count, and the run ends when the
-provider has answered nothing for :attr:`RetryPolicy.outage_seconds`. docs/faults.md tells users the same.
+provider has answered nothing for :attr:`RetryPolicy.outage_seconds` (docs/guide/resume-stop-faults.md).
 
 Everything here happens on the run's loop.
 """

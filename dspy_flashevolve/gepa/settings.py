@@ -79,7 +79,7 @@ class Workflow:
     Args:
         validate: share of the validation set, the prefix, after which a candidate whose score there is above the pool's
             best on the same examples may be selected; the rest runs on. The default waits for the whole: it made the
-            best programs (docs/scheduling.md).
+            best programs (docs/staleness.md).
         rounds: an example of the validation set that this many candidates in a row have passed leaves the prefix.
         live_steps: steps at once, counted strictly. Default: as many as keep the slots busy, fewer where the budget of
             metric calls is small, so that steps can build on each other (:class:`~.steps.LiveSteps`).
@@ -92,7 +92,7 @@ class Workflow:
             programs.
         max_outage_seconds: a run whose provider answers nothing for so long, and turns away all that it is sent, is
             given up with the best program so far; no Retry-After is waited for longer. None to wait as long as it
-            takes; docs/faults.md.
+            takes (docs/guide/resume-stop-faults.md).
         rollout_timeout_seconds: a rollout that takes longer, once it has its slot, is given up and asked for again, as
             after a rate limit. None for as long as the LM's own timeout lets it.
         max_candidate_characters: the most characters of all texts of a candidate together. A longer one ends its step
