@@ -177,9 +177,9 @@ class Compilation:
         self._trainset: Any = ensure_loader(trainset)
         same_data = valset is None or _are_same(trainset, valset)
         self._valset: Any = self._trainset if same_data else ensure_loader(cast(Any, valset))
-        settings = self._settings = settings.sized_for(len(self._trainset), len(self._valset))
         self._repairing: Module = settings.stale_candidate_reflection or StaleCandidateReflection()
         self._seed = texts_of(student)
+        settings = self._settings = settings.sized_for(len(self._trainset), len(self._valset), len(self._seed))
         self._initial = [texts_of(program) for program in initial]
         self._checkpoint = None if settings.log_dir is None else checkpoint_in(settings.log_dir, settings)
         data = self._trainset, self._valset

@@ -212,7 +212,7 @@ class GepaSettings(RunSettings):
         """Training examples of one minibatch; gepa's default where none is given."""
         return self.reflection_minibatch_size or MINIBATCH
 
-    def sized_for(self, train: int, val: int) -> GepaSettings:
+    def sized_for(self, train: int, val: int, components: int) -> GepaSettings:
         """Choose how many examples a reflection reads, where the user has not said how rollouts and reflections go.
 
         As many as the budget pays :data:`LEAST_REFLECTIONS` reflections of, each with its child's screen, beside the
@@ -228,7 +228,7 @@ class GepaSettings(RunSettings):
             return self
         size = min(MOST_READ, train // 2)
         if self.max_metric_calls is not None:
-            size = min(size, (self.max_metric_calls - 2 * val) // (2 * LEAST_REFLECTIONS))
+            size = min(size, (self.max_metric_calls - 2 * val) // (2 * LEAST_REFLECTIONS * components))
         return replace(self, reflection_minibatch_size=max(MINIBATCH, size), sizes_minibatches=True)
 
     @property
