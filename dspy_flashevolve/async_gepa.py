@@ -306,9 +306,7 @@ class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues,
         calls = self._budget(components, trainset, valset)
         first = len(trainset if valset is None else valset)
         settings = replace(self._settings(), max_metric_calls=calls, search=self._usable_search(student))
-        settings = settings.sized_for(
-            len(trainset), first, len(components) if hasattr(components, "__len__") else components
-        )
+        settings = settings.sized_for(len(trainset), first, components)
         return estimate(settings, student, trainset, calls, first)
 
     def _prepare(

@@ -24,7 +24,7 @@ TRAIN, VAL = examples("t", 24), examples("v", 10)
 
 
 def score(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-    return dspy.Prediction(score=float(pred.answer), feedback="Add rules.")
+    return dspy.Prediction(score=float(pred.answer.split()[0]), feedback="Add rules.")
 
 
 class Reflection:
@@ -41,12 +41,18 @@ class Reflection:
         return reply(prompt, edits=[{"action": "add", "part": 1, "text": self._adds(next(self._rules)), "reason": ""}])
 
 
-def compiled(reflection: Callable[[str], str], calls: int = 79, model_name: str = "fake/model", **options: Any) -> Any:
+def compiled(
+    reflection: Callable[[str], str],
+    calls: int = 79,
+    model_name: str = "fake/model",
+    predictors: int = 1,
+    **options: Any,
+) -> Any:
     options = {"reflection_lm": fake_lm(reflection), **options}
     answers = task_lm(0)
     options["reflection_lm"].model = answers.model = model_name
     optimizer = AsyncGEPA(score, max_metric_calls=calls, num_threads=8, track_stats=True, **options)
-    program = evolved(optimizer, Chain(1), TRAIN, VAL, {"lm": answers})
+    program = evolved(optimizer, Chain(predictors), TRAIN, VAL, {"lm": answers})
     check_ends(program.async_stats)
     check_winner(program.detailed_results, len(VAL))
     return program
@@ -113,6 +119,13 @@ def test_a_reflection_reads_as_many_examples_as_the_budget_pays_twelve_reflectio
     sampling = {"sampling_strategy": SameParentSampling(2)}
     assert set(examples_read(calls=120, gepa_kwargs=sampling)) == {3}, "so does a strategy of the user's"
     assert set(examples_read(calls=120, schedule="lockstep", reflects_whole=True)) == {3}
+
+
+def test_each_of_several_predictors_gets_twelve_reflections_before_one_of_them_reads_more_examples() -> None:
+    calls = 20 + 12 * 2 * 6
+    assert max(examples_read(calls=calls)) == 6
+    assert max(examples_read(calls=calls, predictors=2)) == 3
+    assert max(examples_read(calls=calls, predictors=2, component_selector="all")) == 6, "both with every minibatch"
 
 
 def test_children_that_do_not_help_are_screened_to_the_end() -> None:
