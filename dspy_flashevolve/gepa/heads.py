@@ -372,17 +372,25 @@ class Heads:
 
     # What a step validates. Runs in the pool's writer.
 
-    def begin(self, step: Step, given: Given) -> list[Screened]:
+    def begin(self, step: Step, given: Given) -> Screened:
         """Begin the validation of what a step was given."""
-        if given.candidate in self._initial:
-            self._initial.remove(given.candidate)
-            return self._to_validate(step, given.candidate, 0, "initial")
-        assert self._credit is not None
-        self.keep_credit()
-        self._validation_calls += len(self._pool.loader)
-        candidates = self._pool.state.program_candidates
-        parent = candidates.index(given.candidate) if given.candidate in candidates else self._credit.parent
-        return self._to_validate(step, given.candidate, parent, "head", given.is_last)
+        texts, journal, parent, tag = given.candidate, self._run.journal, 0, "initial"
+        if texts in self._initial:
+            self._initial.remove(texts)
+        else:
+            assert self._credit is not None
+            self.keep_credit()
+            self._validation_calls += len(self._pool.loader)
+            candidates, tag = self._pool.state.program_candidates, "head"
+            parent = candidates.index(texts) if texts in candidates else self._credit.parent
+        if journal is not None:
+            journal.journal.set_state(_kept_head(step), [journal.record_candidate(texts), given.is_last])
+        step.record_version(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
+        proposal = Proposal(
+            candidate=dict(texts), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
+            subsample_scores_after=[], tag=tag, metadata={},
+        )  # fmt: skip
+        return Screened(proposal)
 
     def _due(self, least: float, is_pressing: bool = False) -> Head | None:
         """Compose the head; None where it gains no more than ``least``, a share of the range of scores, or validations
@@ -435,36 +443,23 @@ class Heads:
     def _initial_left(self) -> list[Texts]:
         return [texts for texts in self._initial if texts not in self._pool.state.program_candidates]
 
-    def _to_validate(
-        self, step: Step, candidate: Texts, parent: int, tag: str, is_last: bool = False
-    ) -> list[Screened]:
-        if self._run.journal is not None:
-            kept = [self._run.journal.record_candidate(candidate), is_last]
-            self._run.journal.journal.set_state(_kept_head(step), kept)
-        step.record_version(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
-        proposal = Proposal(
-            candidate=dict(candidate), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
-            subsample_scores_after=[], tag=tag, metadata={},
-        )  # fmt: skip
-        return [Screened(proposal)]
-
     def _cancel(self, step: Step) -> None:
         if self._credit is not None and self._credit.cancel_validation(step.number):
             self._validation_calls -= len(self._pool.loader)
             self.keep_credit()
 
-    async def consolidated(self, step: Step, heads: list[Screened], given: Given) -> list[Screened]:
+    async def consolidated(self, step: Step, head: Screened, given: Given) -> list[Screened]:
         """Let the reflection LM write a head anew that has grown, and return what is to be validated.
 
         In the last validation the new text stands beside the head; before, it takes the head's place, and further edits
         are put on it, if its validation is good enough. Nothing is returned where the text is validated already, and no
         new one came of it.
         """
-        is_last, head = given.is_last, heads[0].proposal.candidate
-        left = [] if await self._pool.write(lambda: head in self._pool.state.program_candidates) else heads
+        is_last, texts = given.is_last, head.proposal.candidate
+        left = [] if await self._pool.write(lambda: texts in self._pool.state.program_candidates) else [head]
         if self._consolidations is None or given.is_timed or (is_last and self.time.is_ending):
             return left
-        anew = await self._consolidations.written(step, heads[0].proposal, 0 if is_last else GROWN_EDITS)
+        anew = await self._consolidations.written(step, head.proposal, 0 if is_last else GROWN_EDITS)
         if anew is None:
             return left
         return [*left, anew] if is_last else [anew]

@@ -120,8 +120,7 @@ class StaleCandidateReflection(dspy.Module):
 
         Returns:
             ``texts``: component -> new text, for those that changed; ``verdicts``: list of :class:`ChildVerdict`, one a
-            child and component; ``failed``: component -> why no reply of two could be read. A reply without a text can
-            be read where it says of no child that it is orthogonal.
+            child and component; ``failed``: component -> why no reply of two could be read.
         """
         return result_of(self._repaired(head, children, commits, code_components, is_sync=True))
 
