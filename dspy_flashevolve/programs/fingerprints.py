@@ -236,7 +236,8 @@ def open_journal(
 ) -> Generator[RunJournal | None, None, None]:
     """Open the journal of a run in a directory, a new one or one to go on with; None without a directory.
 
-    What is raised while a run is built around it closes it, so that others may have the directory.
+    What is raised while a run is built around it closes it, so that others may have the directory. ``arguments`` (of
+    the optimizer) are written down without secrets, among which are the keys of ``lms``.
 
     Raises:
         RunDirectoryError: the directory cannot be written, is in use, or holds another run.
