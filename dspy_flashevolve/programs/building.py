@@ -270,15 +270,10 @@ def _parts_of(value: Any) -> list[Any]:
         attributes: Any = getattr(value, "__dict__", None)
         parts = [part for part in gc.get_referents(value) if part is not attributes]
         parts += [] if attributes is None else attributes.values()
-    return [part for part in parts if not _is_value(type(part))]
+    return [part for part in parts if not isinstance(part, VALUES)]
 
 
 _by_kind = functools.lru_cache(maxsize=1024)  # parts may be a million
-
-
-@_by_kind
-def _is_value(kind: type) -> bool:
-    return issubclass(kind, VALUES)
 
 
 @_by_kind

@@ -10,7 +10,7 @@ import re
 import tokenize
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -80,25 +80,13 @@ def _source(code: Any) -> str:
         return ""
 
 
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Say which parts are not the same, a line each, for people; a changed source alone is no other run."""
-    lines: list[str] = []
-    for name in dict.fromkeys((*before, *now)):
-        if name.startswith(SOURCE):
-            continue
-        if name not in now:
-            lines.append(f"{name} is gone")
-        elif name not in before:
-            lines.append(f"{name} is new")
-        elif before[name] != now[name]:
-            readable = name in ("optimizer", "program", "metric", "trainset", "valset")
-            lines.append(f"{name} was {before[name]}, is {now[name]}" if readable else f"{name} has changed")
-    return lines
-
-
 def versions() -> dict[str, str]:
     """Map the packages whose formats a run directory depends on to their versions."""
-    return {name: _version(name) for name in ("dspy", "gepa", "dspy-flashevolve")}
+    found: dict[str, str] = {}
+    for name in ("dspy", "gepa", "dspy-flashevolve"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def plain_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,13 +172,6 @@ def _warn_of(kind: str) -> None:
     )
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def check_same(journal: Journal, now: Mapping[str, str], packages: Mapping[str, str]) -> None:
     """Refuse to go on with a run of something else; warn where the source of its program or metric has changed.
 
@@ -201,7 +182,16 @@ def check_same(journal: Journal, now: Mapping[str, str], packages: Mapping[str, 
     if not rows:
         return
     then: dict[str, str] = json.loads(rows[0]["fingerprints"])
-    changes = differences(then, now)
+    changes: list[str] = []
+    for name in dict.fromkeys((*then, *now)):
+        if name.startswith(SOURCE) or then.get(name) == now.get(name):
+            continue
+        if name not in now or name not in then:
+            changes.append(f"{name} is {'new' if name in now else 'gone'}")
+        elif name in ("optimizer", "program", "metric", "trainset", "valset"):
+            changes.append(f"{name} was {then[name]}, is {now[name]}")
+        else:
+            changes.append(f"{name} has changed")
     before: dict[str, str] = json.loads(rows[0]["settings"]).get("versions", {})
     if _release_series(before.get("gepa", "")) != _release_series(packages["gepa"]):
         changes.append(f"gepa was {before.get('gepa')}, is {packages['gepa']}, and its checkpoints may differ")
@@ -236,7 +226,8 @@ def open_journal(
 ) -> Generator[RunJournal | None, None, None]:
     """Open the journal of a run in a directory, a new one or one to go on with; None without a directory.
 
-    What is raised while a run is built around it closes it, so that others may have the directory.
+    What is raised while a run is built around it closes it, so that others may have the directory. ``arguments`` (of
+    the optimizer) are written down without secrets, among which are the keys of ``lms``.
 
     Raises:
         RunDirectoryError: the directory cannot be written, is in use, or holds another run.

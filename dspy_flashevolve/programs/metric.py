@@ -44,7 +44,8 @@ INTROSPECTION = frozenset({"_getframe", "currentframe", "dir", "eval", "exec", "
 
 
 def looks_at_the_call(metric: Callable[..., Any]) -> bool | None:
-    """Whether a metric may answer differently when it is asked for feedback instead of a score.
+    """Whether a metric may answer differently when it is asked for feedback instead of a score: its code uses trace,
+    pred_name or pred_trace. None where there is no such code to look into.
 
     >>> looks_at_the_call(lambda gold, pred, trace=None, pred_name=None, pred_trace=None: gold == pred)
     False

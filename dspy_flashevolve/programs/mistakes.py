@@ -55,7 +55,9 @@ class Failure:
 
     error: Exception
     at: tuple[Any, ...]
+    """The type of the error, and the line of code that raised it."""
     refused: bool
+    """The provider refused the request."""
 
 
 class Mistakes:
@@ -88,7 +90,9 @@ class Mistakes:
         """Return an error as a failure; None where it cannot be a mistake in code."""
         if self._of_code or any(isinstance(link, AdapterParseError) for link in chain_of(error)):
             return None  # a reply that cannot be read, whatever its parser ran into, is the LM's
-        return Failure(error, _raised_at(error), fault_of(error, lm_errors) is not None)
+        places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        at = type(error).__module__, type(error).__qualname__, *places[-1:]
+        return Failure(error, at, fault_of(error, lm_errors) is not None)
 
     def record(self, kind: Kind, failure: Failure | None) -> None:
         """Record how an attempt ended.
@@ -144,8 +148,7 @@ class _FirstAttempts:
     """
 
     def __init__(self, count: int, alike: int = ALIKE) -> None:
-        self.failed = 0
-        self._count, self._alike = count, min(alike, count)
+        self.failed, self._count, self._alike = 0, count, min(alike, count)
         self._places, self._messages = set[tuple[Any, ...]](), set[str]()
 
     def record(self, failure: Failure) -> bool:
@@ -155,12 +158,6 @@ class _FirstAttempts:
         self._messages.add(str(failure.error))
         enough = self._alike if len(self._messages) == 1 else self._count
         return len(self._places) == 1 and self.failed == enough
-
-
-def _raised_at(error: Exception) -> tuple[Any, ...]:
-    """The name of an error's type, and the line of code that raised it."""
-    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return type(error).__module__, type(error).__qualname__, *places[-1:]
 
 
 def error_text(error: BaseException) -> str:

@@ -32,7 +32,9 @@ from dspy.utils.dummies import DummyLM
 from dspy_flashevolve.engine.loop import LoopPortal, Threads
 from dspy_flashevolve.engine.texts import logger_named
 
-_call: Any = getattr(Tool.__call__, "__wrapped__", Tool.__call__)
+logger = logger_named(__name__)
+
+DSPYS_TOOL_CALL: Any = getattr(Tool.__call__, "__wrapped__", Tool.__call__)
 """dspy's own way, without its callbacks."""
 
 
@@ -107,7 +109,7 @@ class ToolCalls:
 
         def call(tool: Any, **kwargs: Any) -> Any:
             if self._is_on_loop():
-                return _call(tool, **kwargs)
+                return DSPYS_TOOL_CALL(tool, **kwargs)
             result = tool.func(**tool._validate_and_parse_args(**kwargs))
             if not inspect.iscoroutine(result):
                 return result
@@ -146,8 +148,6 @@ class ToolCalls:
                 name,
             )
 
-
-logger = logger_named(__name__)
 
 CODE_MODULES = ("CodeAct", "Flex", "ProgramOfThought", "RLM")
 """dspy's modules that run code in an interpreter and wait for it."""

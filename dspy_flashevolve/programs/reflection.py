@@ -29,15 +29,7 @@ from dspy_flashevolve.engine.loop import LoopPortal, Threads
 from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.faults import is_out_of_context, raise_provider_fault, recording_lm_calls
-from dspy_flashevolve.programs.metric import (
-    Metric,
-    Question,
-    name_faults,
-    questions_for,
-    text_of,
-    text_with,
-    value_of,
-)
+from dspy_flashevolve.programs.metric import Metric, Question, name_faults, questions_for, text_of, text_with, value_of
 from dspy_flashevolve.programs.mistakes import Kind, Mistakes
 from dspy_flashevolve.programs.placement import answers_asynchronously, has_own_aforward
 from dspy_flashevolve.programs.replies import CutOffReplyError

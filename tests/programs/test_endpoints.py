@@ -17,12 +17,12 @@ import dspy
 import pytest
 from dspy.lm15 import RateLimitError
 from dspy.utils.callback import BaseCallback
-from dspy.utils.exceptions import LMRateLimitError, LMServerError, LMTimeoutError
+from dspy.utils.exceptions import LMRateLimitError, LMServerError
 
 from dspy_flashevolve import AsyncGEPA, Workflow
 from dspy_flashevolve.engine.endpoints import Endpoints, groups_of
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
-from dspy_flashevolve.engine.events import Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.events import Event, EventBus
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.retries import RetryPolicy
@@ -35,7 +35,7 @@ from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import LOOP_OF, run
 from tests.broken_server import BrokenServer
 from tests.engine.stepped import Asker
-from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for
+from tests.fakes import digits, examples, fake_lm, hashed, reflection_lm, reply_for
 
 FAST = RetryPolicy(first_seconds=0.02)
 PREDICT = dspy.Predict("question -> answer")
@@ -205,27 +205,6 @@ def test_a_short_outage_does_not_hang_a_program_that_runs_in_threads(outage: str
     assert 1 < MOST[0] <= (num_threads or details.async_stats.peak_slots)
 
 
-@pytest.mark.parametrize("program", [Asking, Chain])
-def test_the_time_in_which_the_provider_lets_a_rollout_wait_is_not_the_rollouts(program: Any) -> None:
-    lm = failing(5, limited)
-
-    async def main() -> Any:
-        optimizer = AsyncGEPA(
-            lambda *_: 0.0,
-            max_metric_calls=40,
-            num_threads=4,
-            track_stats=True,
-            workflow=Workflow(rollout_timeout_seconds=2.0),
-            reflection_lm=reflection_lm(),
-        )
-        with dspy.context(lm=lm):
-            return await optimizer.acompile(program(), trainset=examples("t", 7), valset=examples("v", 9))
-
-    stats = run(main).async_stats
-    assert stats.retried_requests == 5
-    assert stats.timed_out_rollouts == 0
-
-
 # Retries in all
 
 
@@ -369,31 +348,6 @@ def test_a_class_of_the_users_with_a_call_of_its_own_is_repeated_as_a_whole() ->
             return await made.threads.run(made.models.pace(lm), "hello")
 
     assert "YES" in in_run(body)[0]
-
-
-# Endpoints
-
-
-def test_lms_at_one_address_share_an_endpoint() -> None:
-    here = {"api_base": "http://localhost:8000/v1"}
-    task, judge = dspy.LM("openai/a", **here), dspy.LM("hosted_vllm/b", **here)
-    assert endpoint_of(task) == endpoint_of(judge) == "http://localhost:8000/v1"
-    assert endpoint_of(dspy.LM("openai/a")) == endpoint_of(dspy.LM("openai/b")) == "openai"
-    assert endpoint_of(fake_lm(lambda prompt: "")) == "fake"
-
-
-@pytest.mark.parametrize("error", [limited, lambda: LMTimeoutError("late")])
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_refusals_and_timeouts_in_a_row_reach_the_limit(error: Any, asynchronous: bool) -> None:
-    lm = failing(5, error)
-
-    async def body(made: Run) -> None:
-        await made.ask_all(lm, 20, asynchronous)
-        changes = [event for event in made.events if isinstance(event, LimitChanged)]
-        assert (changes[0].name, changes[0].before) == ("fake", 12)
-        assert changes[0].after < 12
-
-    in_run(body, slots=64, adaptive=Bounds(start=12, high=64))
 
 
 # Over HTTP

@@ -144,30 +144,7 @@ def test_rollouts_give_the_outputs_scores_and_traces_of_dspys_adapter(capture: b
             assert str(one["score"]) == str(theirs["score"])
 
 
-def test_each_rollout_counts_its_own_tokens_and_the_users_tracker_gets_them_all() -> None:
-    with dspy.track_usage() as tracker:
-        rollouts = roll_out(adapter_for(Chain(2), digits), digits, examples("q", 3), True)
-    assert [rollout.tokens for rollout in rollouts] == [14] * 3
-    assert tracker.get_total_tokens()["fake/model"]["total_tokens"] == 42
-
-
 def test_predictions_carry_their_usage_where_the_user_asked_for_it() -> None:
     with dspy.context(track_usage=True):
         (rollout,) = roll_out(adapter_for(Chain(), digits), digits, examples("q", 1), True)
     assert rollout.output.get_lm_usage()["fake/model"]["total_tokens"] == 7
-
-
-# Faults
-
-
-def test_what_a_judge_of_the_metric_reads_and_writes_counts_as_the_rollouts() -> None:
-    judge = fake_lm(lambda prompt: "fine")
-
-    def judged(gold: Any, pred: Any, *rest: Any) -> Any:
-        judge("is it right?")
-        return digits(gold, pred)
-
-    with dspy.context(lm=task_lm()):
-        [plain] = roll_out(adapter_for(Chain(1), digits), digits, examples("q", 1), True)
-        [rollout] = roll_out(adapter_for(Chain(1), judged), judged, examples("q", 1), True)
-    assert (plain.tokens, rollout.tokens) == (7, 14)

@@ -9,51 +9,20 @@ from typing import Any
 import anyio
 import dspy
 import pytest
-from dspy.lm15 import Response
-from dspy.utils.exceptions import AdapterParseError, LMRateLimitError
+from dspy.utils.exceptions import AdapterParseError
 
 from dspy_flashevolve import DspyRun
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import Event, RequestFinished
 from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.programs.settings import RunSettings
 from dspy_flashevolve.sim.virtual import run
-from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, digits, examples, fake_lm, reply_for, task_lm
+from tests.fakes import Chain, examples, fake_lm, reply_for, task_lm
 
 PREDICT = dspy.Predict("question -> answer")
 TRAIN = examples("t", 5)
-
-
-class SlowEngine(AsyncFakeEngine):
-    """Answers after some virtual seconds."""
-
-    def __init__(self, engine: FakeEngine, seconds: float) -> None:
-        super().__init__(engine)
-        self.seconds = seconds
-
-    async def complete(self, request: Any) -> Response:
-        await asyncio.sleep(self.seconds)
-        return await super().complete(request)
-
-
-def slow_lm(answer: Callable[[str], str] | None = None, seconds: float = 10.0) -> dspy.LM:
-    engine = FakeEngine(answer or (lambda prompt: reply_for(prompt, answer="3")))
-    return dspy.LM("fake/model", engine=engine, async_engine=SlowEngine(engine, seconds), cache=False, num_retries=0)
-
-
-class Turn:
-    """Raises while its list of errors lasts."""
-
-    def __init__(self, *errors: Exception) -> None:
-        self.errors = list(errors)
-
-    def __call__(self, prompt: str) -> str:
-        if self.errors:
-            raise self.errors.pop(0)
-        return reply_for(prompt, answer="3")
 
 
 def made(stages: Any = None, retry: RetryPolicy | None = None, **options: Any) -> DspyRun:
@@ -234,42 +203,7 @@ def test_a_module_that_cancels_itself_has_failed_and_the_run_goes_on() -> None:
     assert Loop(one, work).play().ended["rejected"] == 3
 
 
-def test_a_refused_request_waits_without_its_slot_and_is_made_again() -> None:
-    refused = slow_lm(Turn(LMRateLimitError("later", retry_after=100.0)), seconds=1.0)
-    one, order = made(num_threads=1), list[tuple[int, float]]()
-
-    async def work(step: Step) -> None:
-        lm = refused if step.number == 0 else slow_lm(seconds=1.0)
-        await one.ask("work", step, PREDICT, lm=lm, question="q")
-        order.append((step.number, one.clock()))
-
-    stats = Loop(one, work).play()
-    assert [number for number, _ in order] == [1, 2, 0]
-    assert order[1][1] < 60 < order[2][1], "no longer than max_outage_seconds"
-    assert (stats.retried_requests, stats.peak_slots) == (1, 1)
-
-
 # Rollouts
-
-
-def rolling(one: DspyRun, key: Callable[[Step, int], Any], runner: Any = None, steps: int = 1) -> RunStats:
-    """Steps of four rollouts each."""
-    runs = runner or one.runner(Chain(), digits)
-
-    async def work(step: Step) -> None:
-        await gather(
-            [lambda i=i: one.rollout("work", step, runs, {}, TRAIN[i], key(step, i)) for i in range(4)]
-        )  # fmt: skip
-
-    return Loop(one, work, steps).play()
-
-
-def test_equal_rollouts_in_flight_are_shared_and_cost_nothing_except_in_lockstep() -> None:
-    with dspy.context(lm=slow_lm()):
-        shared = rolling(made(max_metric_calls=99), lambda step, index: "the same", steps=2)
-        alone = rolling(made(schedule="lockstep", max_metric_calls=99), lambda step, index: "the same", steps=2)
-    assert (shared.metric_calls, shared.shared_rollouts) == (1, 7)
-    assert (alone.metric_calls, alone.shared_rollouts) == (8, 0)
 
 
 def test_a_runner_takes_any_metric_and_scores_failures_as_it_is_told() -> None:
@@ -292,28 +226,6 @@ def test_a_runner_takes_any_metric_and_scores_failures_as_it_is_told() -> None:
 
     Loop(one, work, steps=1).play()
     assert scores == [-1.0, 0.25, 0.5, 0.5]
-
-
-def test_candidates_are_run_and_the_program_stays_as_it_is() -> None:
-    prompts: list[str] = []
-    student = Chain()
-    before = student.steps[0].signature.instructions
-
-    def answer(prompt: str) -> str:
-        prompts.append(prompt)
-        return reply_for(prompt, answer="6")
-
-    with dspy.context(lm=fake_lm(answer)):
-        one = made(max_metric_calls=99)
-        runner = one.runner(student, digits)
-
-        async def work(step: Step) -> None:
-            await one.evaluate("work", step, runner, {"steps[0]": "Count to six."}, TRAIN[:3])
-
-        stats = Loop(one, work, steps=1).play()
-    assert stats.metric_calls == 3
-    assert all("Count to six." in prompt for prompt in prompts)
-    assert student.steps[0].signature.instructions == before
 
 
 def test_a_commit_is_in_the_statistics() -> None:
