@@ -167,11 +167,10 @@ class ExampleScores:
     """Scores of candidates by example of the validation set.
 
     Args:
-        examples: ids of the examples, as text.
         rows: candidate, its score on each example (None where it was not run on it), and on how many examples no
             candidate is better. With 0 of these it is not on the Pareto front.
         best: the best score of any candidate on each example.
-        left_out: number of candidates without a row, and number of examples without a column.
+        left_out: candidates without a row, and examples without a column.
     """
 
     examples: list[str]
@@ -204,11 +203,7 @@ def example_scores(history: History, most_rows: int, most_columns: int) -> Examp
 
 
 def open_intervals(intervals: Iterable[tuple[str, float, float]], end: float, bins: int) -> dict[str, list[float]]:
-    """Average how many intervals of each stage are open at a time, in equal bins from 0 to ``end``.
-
-    Args:
-        intervals: stage, begin and end of each.
-    """
+    """Average how many intervals (stage, begin, end) of each stage are open, in equal bins from 0 to ``end``."""
     width = end / bins or 1.0
     averages: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * bins)
     for stage, begin, until in intervals:

@@ -47,7 +47,7 @@ def format_duration(seconds: float | None) -> str:
 
 def format_score(score: float | None) -> str:
     """Write a score; None is unknown."""
-    return UNKNOWN if score is None else f"{score:.4f}"
+    return format_number(score, 4)
 
 
 def format_standing(candidate: Candidate) -> str:
@@ -76,12 +76,7 @@ def time_left(seconds: float, max_seconds: float | None, share: float | None) ->
 
 
 def texts_diff(before: Mapping[str, str], after: Mapping[str, str], old: str, new: str, context: int) -> list[str]:
-    """Compare the texts of two candidates, component by component, as a unified diff.
-
-    Args:
-        old, new: what follows a component's name in the two lines above its diff.
-        context: unchanged lines around each difference.
-    """
+    """Compare the texts of two candidates, component by component, as a unified diff; `old`, `new` end its headings."""
     lines: list[str] = []
     for name in dict.fromkeys([*before, *after]):  # a component that only one of them has is a difference, too
         texts = before.get(name, "").splitlines(), after.get(name, "").splitlines()

@@ -294,11 +294,8 @@ def _state(query: Query, name: str) -> dict[str, Any]:
 class _Clock:
     """The seconds of a run: those of its sessions, one after the other.
 
-    Events have the engine's seconds. Rows have wall time, which counts from their session's first event.
-
-    Args:
-        sessions: in order.
-        events: session, wall time and the engine's seconds of each event.
+    Events (session, wall time, seconds) have the engine's clock. Rows have wall time alone, which counts from their
+    session's first event.
     """
 
     def __init__(self, sessions: tuple[Session, ...], events: list[tuple[int, float, float]]) -> None:

@@ -128,12 +128,7 @@ class OpenTelemetry(BaseCallback):
 
 
 class _RunSpans:
-    """The spans of one run, made from its events.
-
-    Args:
-        run: a DspyRun: others have no callbacks of dspy's.
-        metric_calls: the counter of metric calls.
-    """
+    """The spans of one run, a DspyRun, made from its events."""
 
     def __init__(self, run: Any, tracer: Any, metric_calls: Any) -> None:
         self.run, self._tracer, self._metric_calls = run, tracer, metric_calls

@@ -185,11 +185,7 @@ def _integrations(history: History) -> list[tuple[int, str, str]]:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Choose round numbers between two others for the ticks of an axis.
-
-    >>> ticks(0, 217)
-    [0.0, 50.0, 100.0, 150.0, 200.0]
-    """
+    """Choose round numbers between two others for the ticks of an axis: 0, 50, 100, 150, 200 from 0 to 217."""
     span = (high - low) or 1.0
     size = 10.0 ** math.floor(math.log10(span / most))
     size *= next(factor for factor in (1, 2, 5, 10) if span / (size * factor) <= most)
@@ -198,12 +194,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 class _Axes:
-    """The axes of a plot: from values to pixels, and the grid.
-
-    Args:
-        right: end of the x axis, which begins at 0.
-        low, high: ends of the y axis.
-    """
+    """The axes of a plot: from values to pixels, and the grid. The x axis goes from 0 to `right`."""
 
     def __init__(self, right: float, low: float, high: float) -> None:
         self._right, self._low, self._high = right or 1.0, low, high if high > low else low + 1.0
@@ -234,12 +225,7 @@ class _Axes:
 
 
 def score_plot(points: Sequence[tuple[float, float, float, str]], right: float, x_name: str) -> str:
-    """Plot scores as dots, and the best so far as a line.
-
-    Args:
-        points: x, score, best score so far, and tooltip of each dot.
-        right: end of the x axis.
-    """
+    """Plot scores as dots, and the best so far as a line; a point is x, score, best score so far, and a tooltip."""
     if not points:
         return ""
     values = [score for _, score, _, _ in points]

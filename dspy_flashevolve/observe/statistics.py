@@ -358,11 +358,10 @@ class Recorder:
         return self.commits[-1].best_score if self.commits else self._first_best_score
 
     def stats(self, run: EvolutionRun, unpriced: Collection[str], **figures: Any) -> RunStats:
-        """Return the statistics of the run so far.
+        """Return the statistics of the run so far; ``figures`` are those that follow neither from events nor from it.
 
         Args:
             unpriced: stages that ask a model whose price is not known.
-            figures: the fields of :class:`RunStats` that follow neither from events nor from ``run``.
         """
         slots = run.scheduler.statistics()
         return RunStats(
@@ -395,12 +394,7 @@ class Recorder:
         )
 
     def async_stats(self, of_run: RunStats, **figures: Any) -> AsyncStats:
-        """Add to the statistics of a run those that only AsyncGEPA has.
-
-        Args:
-            of_run: the result of :meth:`stats`.
-            figures: the fields of :class:`AsyncStats` that do not follow from events.
-        """
+        """Add to the result of :meth:`stats` what only AsyncGEPA has; ``figures`` are those that no event tells."""
         minutes = of_run.seconds / 60
         reflection = sum(self.tokens[stage] for stage in REFLECTION_STAGES)
         return AsyncStats(
@@ -531,11 +525,6 @@ def _dollars_line(by_stage: Mapping[str, float | None]) -> str:
 
 
 def log_summary(logger: logging.Logger, stats: AsyncStats, error: bool = False) -> None:
-    """Log the summary of a run: INFO where it came to its end, WARNING where it was cancelled, ERROR where it failed.
-
-    Args:
-        error: True where an error aborted the run.
-    """
-    level = {"aborted": logging.WARNING, "failed": logging.ERROR}.get(stats.outcome, logging.INFO)
-    level = logging.ERROR if error else level
-    logger.log(level, "AsyncGEPA %s", summary_of(stats))
+    """Log the summary: INFO where the run ended, WARNING where it was cancelled, ERROR where it failed."""
+    levels = {"aborted": logging.WARNING, "failed": logging.ERROR}
+    logger.log(logging.ERROR if error else levels.get(stats.outcome, logging.INFO), "AsyncGEPA %s", summary_of(stats))

@@ -77,7 +77,7 @@ def status(history: History) -> str:
 
 
 def _headline(history: History, totals: RunTotals) -> str:
-    """Name the run, its state, how long it has taken and, where a limit tells, how much longer it may take."""
+    """Name the run, its state, its time and, where a limit tells, how much longer it may take."""
     session = history.sessions[-1] if history.sessions else None
     state = history.state + (f", session {session.number}" if session is not None and session.number > 1 else "")
     parts = [state, format_duration(totals.seconds)]
@@ -116,9 +116,7 @@ def watch(
     """Show how a run stands, again and again until it is over, and return its last history.
 
     Args:
-        run_dir: the run's directory, for people.
         look: reads the run; returns None while it has not begun. That is said once.
-        show: takes a text for people.
         wait: returns when it is time to look again.
     """
     is_awaited = False
@@ -184,11 +182,7 @@ def diff(history: History, before: str, after: str) -> str:
 
 
 def candidate_of(history: History, name: str) -> Candidate:
-    """Find a candidate by its number, or as "best" or "seed".
-
-    Raises:
-        ConfigurationError: there is no such candidate.
-    """
+    """Find a candidate by its number, or as "best" or "seed"; a ConfigurationError names those that there are."""
     by_name = {"best": history.best, "seed": history.seed}
     by_name |= {str(candidate.index): candidate for candidate in history.candidates}
     candidate = by_name.get(name)
@@ -202,11 +196,7 @@ def candidate_of(history: History, name: str) -> Candidate:
 
 
 def tree(history: History, prompts: bool = False) -> str:
-    """Draw the family tree: every candidate under its first parent, with score, gap, step and verdicts.
-
-    Args:
-        prompts: show what each candidate changed in its first parent's texts.
-    """
+    """Draw the family tree: every candidate under its first parent, with score, gap, step, verdicts, and its diff."""
     verdicts: dict[Any, dict[str, None]] = {}  # step -> verdicts on its child; a resumed run repeats some, so a dict
     members: dict[Any, list[int]] = {}  # step that ends an integration -> steps whose children were read for it
     for event in history.of_kind("Integrated"):
