@@ -41,18 +41,14 @@ def turned_away(adaptive: bool) -> Any:
     return compiled(ADAPTIVE if adaptive else FIXED, API, max_metric_calls=450)
 
 
-def test_the_limit_starts_low_grows_and_is_kept_by_task_and_reflection_together() -> None:
-    stats = compiled(ADAPTIVE, H100).async_stats
-    assert {change.name for change in stats.limit_changes} == {"a"}
+@pytest.mark.parametrize(("lms", "endpoints"), [(("a/x", "a/y"), {"a"}), (("a/x", "b/y"), {"a", "b"})])
+def test_the_limit_starts_low_grows_and_is_that_of_an_endpoint(lms: tuple[str, str], endpoints: set[str]) -> None:
+    stats = compiled(ADAPTIVE, H100, lms).async_stats
+    assert {change.name for change in stats.limit_changes} == endpoints
     assert stats.limit_changes[0].before == 4
     most = max(change.after for change in stats.limit_changes)
     assert 32 < stats.peak_slots <= most <= 128
     assert 0 < stats.occupancy <= 1
-
-
-def test_endpoints_that_are_not_the_same_have_limits_of_their_own() -> None:
-    stats = compiled(ADAPTIVE, H100, ("a/x", "b/y")).async_stats
-    assert {change.name for change in stats.limit_changes} == {"a", "b"}
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

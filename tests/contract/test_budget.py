@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.models import reply_model_named
-from dspy_flashevolve import AsyncGEPA, RunAbortedError, Workflow
+from dspy_flashevolve import AsyncGEPA, ConfigurationError, RunAbortedError, Workflow
 from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel
 from tests.contract.surface import (
@@ -296,3 +296,24 @@ def test_a_screen_that_cannot_pass_is_given_up_after_its_first_example(minibatch
 def test_steps_without_a_child_do_not_keep_a_run_at_one_step(world: World, most_seconds: int) -> None:
     """64 slots, 200 calls: 157 and 102 virtual seconds; 318 and 200 in the 3 slots of one step's minibatch."""
     assert play(world, 200, num_threads=64, search="edits").async_stats.seconds < most_seconds
+
+
+# `Workflow`
+
+
+def test_worker_pools_bound_what_the_stages_of_a_run_have_in_flight() -> None:
+    stages = "rollout", "propose", "integrate", "screen", "prefix", "validate"
+    pools = Workflow(workers=dict.fromkeys(stages, 1))
+    narrow, wide = (
+        play(World(), 200, num_threads=16, workflow=workflow).detailed_results for workflow in (pools, Workflow())
+    )
+    for details in (narrow, wide):
+        check_ends(details.async_stats)
+        check_winner(details, 12)
+    assert narrow.async_stats.peak_slots <= len(stages) < wide.async_stats.peak_slots
+
+
+@pytest.mark.parametrize("arguments", [{"validate": 0.0}, {"validate": 1.5}, {"validate": -1.0}, {"rounds": 0}])
+def test_a_share_that_is_none_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(arguments))):
+        play(World(), 60, workflow=Workflow(**arguments))

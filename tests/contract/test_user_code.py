@@ -158,7 +158,7 @@ def test_a_stopper_that_raises_is_named_among_others(schedule: Any, caplog: pyte
     assert caught.value.best_program is not None  # type: ignore[attr-defined]
 
 
-def breaks(*_: Any) -> None:
+def breaks(*_: Any, **__: Any) -> Any:
     raise LookupError("it broke")
 
 
