@@ -17,7 +17,7 @@ import anyio
 import dspy
 from dspy.utils.exceptions import AdapterParseError
 
-from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.errors import ConfigurationError, check_counts, check_limits
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot, in_slot
 from dspy_flashevolve.evoflux.execution import EvofluxStats, Execution, Executor, World
@@ -32,7 +32,6 @@ from dspy_flashevolve.evoflux.search import (
 )
 from dspy_flashevolve.evoflux.tools import Effect, catalogue_of
 from dspy_flashevolve.evoflux.workflow import Workflow
-from dspy_flashevolve.programs.settings import check_counts, check_limits
 from dspy_flashevolve.programs.usage import counting_usage, tokens_of
 
 PLAN = """Write Python that calls the tools which gather what is needed to produce {outputs} from {inputs}: one call a
