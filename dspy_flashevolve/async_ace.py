@@ -21,14 +21,15 @@ from dspy_flashevolve.ace.playbook import (
     checked_sections,
 )
 from dspy_flashevolve.ace.run import AceRun
-from dspy_flashevolve.engine.errors import ConfigurationError, DataError
+from dspy_flashevolve.engine.errors import ConfigurationError, DataError, check_counts
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
+from dspy_flashevolve.engine.run import Schedule
 from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.run import with_compile_events
-from dspy_flashevolve.programs.settings import RunSettings, Schedule, check_counts, check_data, settings_of
+from dspy_flashevolve.programs.settings import RunSettings, check_data, settings_of
 
 COUNTS = ("max_rounds", "epochs", "curator_frequency", "token_budget", "eval_every")
 """The arguments that are whole numbers of at least 1."""

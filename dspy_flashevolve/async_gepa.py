@@ -17,7 +17,8 @@ from dspy.teleprompt.teleprompt import Teleprompter
 from gepa.core.adapter import ProposalFn
 from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
-from dspy_flashevolve.engine.errors import ConfigurationError, DataError
+from dspy_flashevolve.engine.errors import ConfigurationError, DataError, check_counts, check_limits
+from dspy_flashevolve.engine.run import Schedule
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.engine.steps import STEPS_TO_OVERLAP, pays_overlap
 from dspy_flashevolve.engine.texts import logger_named
@@ -30,7 +31,7 @@ from dspy_flashevolve.programs.function_lm import lm_of
 from dspy_flashevolve.programs.metric import check_metric
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.run import with_compile_events
-from dspy_flashevolve.programs.settings import Schedule, check_counts, check_data, check_limits, settings_of
+from dspy_flashevolve.programs.settings import check_data, settings_of
 from dspy_flashevolve.programs.usage import rates_of
 
 logger = logger_named(__name__)
@@ -352,12 +353,7 @@ class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues,
         Raises:
             ConfigurationError: an argument that all optimizers have cannot work.
         """
-        return settings_of(
-            GepaSettings,
-            self,
-            rollout_timeout_seconds=self.workflow.rollout_timeout_seconds,
-            max_outage_seconds=self.workflow.max_outage_seconds,
-        )
+        return settings_of(GepaSettings, self, self.workflow)
 
     def _usable_search(self, student: Module) -> str | Edits:
         """Return the search of one run: GEPA's own where nothing is written as edits, unless the user asks for edits.

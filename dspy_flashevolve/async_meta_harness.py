@@ -10,9 +10,10 @@ from typing import Any, Literal
 import dspy
 from dspy.teleprompt.teleprompt import Teleprompter
 
-from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
+from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError, check_counts
 from dspy_flashevolve.engine.journal import FILE
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
+from dspy_flashevolve.engine.run import Schedule
 from dspy_flashevolve.harness.archive import Cost, Evaluated, Failed, context_tokens
 from dspy_flashevolve.harness.evaluating import HarnessSettings, task_of, texts_of
 from dspy_flashevolve.harness.program import Harness
@@ -21,7 +22,7 @@ from dspy_flashevolve.harness.run import HarnessRun
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.run import DspyRun, with_compile_events
-from dspy_flashevolve.programs.settings import RunSettings, Schedule, check_counts, settings_of
+from dspy_flashevolve.programs.settings import RunSettings, settings_of
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Limits
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 

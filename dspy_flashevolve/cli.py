@@ -1,16 +1,4 @@
-"""The command `flashevolve`.
-
-flashevolve sim-server --profile h100-qwen3-8b --port 8000
-flashevolve sim-server --fault server_error=0.2 --fault hang=0.02 --burst 60:5
-flashevolve watch RUN_DIR
-flashevolve report RUN_DIR -o report.html
-flashevolve compare RUN_DIR RUN_DIR
-flashevolve export RUN_DIR --best program.json
-flashevolve diff RUN_DIR seed best
-flashevolve lineage RUN_DIR --prompts
-flashevolve check RUN_DIR
-flashevolve estimate experiment.py
-"""
+"""The command `flashevolve`, see `flashevolve --help`."""
 
 from __future__ import annotations
 
@@ -96,13 +84,8 @@ def _failed(error: Exception, status: int) -> int:
 
 @contextmanager
 def _reading(run_dir: str | list[str]) -> Generator[None, None, None]:
-    """Turn an error while a run is read or shown into a RunDirectoryError that names the run.
-
-    What this package raises on purpose keeps its message: a wrong argument is no damage of the run.
-
-    Args:
-        run_dir: the run directory, or several; empty for a command that reads none.
-    """
+    """Turn an error while a run is read or shown into a RunDirectoryError that names the run or runs, if there are any.
+    What this package raises on purpose keeps its message: a wrong argument is no damage of the run."""
     try:
         yield
     except (FlashEvolveError, OutputError, BrokenPipeError):
@@ -207,11 +190,7 @@ def _history(run_dir: str, replies: bool = False) -> History:
 
 
 def _require_run(path: Path) -> None:
-    """Raise where a path is no run directory, as far as that can be seen without reading a journal.
-
-    Raises:
-        RunDirectoryError: there is no such directory, or it holds no journal.
-    """
+    """Raise RunDirectoryError where a path is no run directory, as far as can be seen without reading a journal."""
     if path.is_file():
         hint = f"Name the folder that it is in: {path.parent}" if path.name == FILE else "Name the log_dir of a run."
         raise RunDirectoryError(f"{path} is a file, and a run is a directory. {hint}")
@@ -236,12 +215,8 @@ def _print(text: str) -> int:
 
 
 def _write_file(out: str, content: str) -> int:
-    """Write a file, and say how large it is.
-
-    Raises:
-        ConfigurationError: it is a file of a run.
-        OutputError: it cannot be written.
-    """
+    """Write a file, and say how large it is; ConfigurationError for a file of a run, OutputError where it cannot be
+    written."""
     # A lone surrogate, which JSON may hold and UTF-8 may not, becomes its escape: in JSON the same again.
     encoded = content.encode("utf-8", "backslashreplace")
     path = Path(out)

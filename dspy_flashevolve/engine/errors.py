@@ -87,6 +87,20 @@ class JournalError(RunAbortedError):
     """The journal cannot be written any more. What was committed before is safe."""
 
 
+def check_counts(**counts: object) -> None:
+    """Raise ConfigurationError for an argument, by its name, that is neither a whole number above 0 nor None."""
+    for name, count in counts.items():
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ConfigurationError(f"{name} is {count!r}, expected a whole number of at least 1, or None.")
+
+
+def check_limits(**limits: object) -> None:
+    """Raise ConfigurationError for an argument, by its name, that is neither a number above 0 nor None."""
+    for name, limit in limits.items():
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
+            raise ConfigurationError(f"{name} is {limit!r}, expected a number above 0, or None.")
+
+
 logger = logger_named(__name__)
 
 

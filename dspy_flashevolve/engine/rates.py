@@ -64,20 +64,6 @@ class ReportedLimit:
     remaining: float | None = None
     reset_seconds: float | None = None
 
-    def pace(self, own: float) -> float:
-        """Return seconds per request or token, at least ``own``, at which what remains lasts until the reset.
-
-        So runs that share a key share what remains, whether it is a window's rest or a bucket that is refilled.
-
-        >>> ReportedLimit(600, 599, 0.1).pace(own=0.1), ReportedLimit(600, 100, 50.0).pace(own=0.1)
-        (0.1, 0.5)
-        >>> ReportedLimit(600, 0, 30.0).pace(own=0.1)
-        1.0
-        """
-        if self.remaining is None or self.reset_seconds is None:
-            return own
-        return min(own / LEAST_PACE, max(own, self.reset_seconds / max(1.0, self.remaining)))
-
 
 class _Bucket:
     """The token bucket of one unit, as a clock (the generic cell rate algorithm, ITU-T I.371): the time at which all
@@ -111,14 +97,15 @@ class _Bucket:
             self.correct(REFUSAL_COST * cost, now)
 
     def pace(self, now: float) -> float:
-        """Return the seconds that one request or token takes to pay for; 0 where no limit is known."""
+        """Return the seconds that one request or token takes to pay for, 0 where no limit is known: at least so many
+        that what the provider said remains, which runs on a key share, lasts until its reset."""
         if self.limit == math.inf:
             return 0.0
         own, report = PERIOD_SECONDS / (HEADROOM * self.limit), self._report
         if report is None or report.remaining is None or now >= self._expires:
             return own
-        remaining = max(0.0, report.remaining - self._sent_since_report)
-        return ReportedLimit(report.limit, remaining, self._expires - now).pace(own)
+        remaining = max(1.0, report.remaining - self._sent_since_report)
+        return min(own / LEAST_PACE, max(own, (self._expires - now) / remaining))
 
     def pay(self, cost: float, now: float, wait: float) -> None:
         """Count a cost as sent after so many seconds; what was not used long before is lost."""

@@ -13,13 +13,14 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import anyio
 
 from dspy_flashevolve.engine.endpoints import Endpoints, groups_of
-from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
+from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, check_counts, check_limits
 from dspy_flashevolve.engine.events import (
     Committed,
     EventBus,
@@ -32,7 +33,7 @@ from dspy_flashevolve.engine.journal import IN_FLIGHT, RunJournal, Unfinished
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import LoopClock, Threads, collecting_errors, run_to_end
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
-from dspy_flashevolve.engine.retries import RetryPolicy
+from dspy_flashevolve.engine.retries import OUTAGE_SECONDS, RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit
 from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
@@ -67,6 +68,46 @@ PRIOR_STEPS = 4
 """The estimate of a step's cost begins as if this many had cost the most that one can."""
 
 
+Schedule = Literal["async", "lockstep"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLimits:
+    """What bounds a run, and how its steps follow each other.
+
+    Args:
+        max_metric_calls: never exceeded; None for no limit.
+        max_seconds: no step starts after it; what runs is finished. None for no limit.
+        schedule: "async", or "lockstep": one step at a time, nothing beside it, the same slots; equal rollouts are made
+            as often as they are asked for.
+        rollout_timeout_seconds: a rollout that takes longer is given up and asked for again; None for no bound.
+        max_outage_seconds: when a provider that answers nothing is given up, and the longest Retry-After; None for
+            never.
+        seed: of the steps' randomness, and of jitter; None draws one.
+
+    Raises:
+        ConfigurationError: an argument that cannot work, with the reason.
+    """
+
+    max_metric_calls: int | None = None
+    max_seconds: float | None = None
+    schedule: Schedule = "async"
+    rollout_timeout_seconds: float | None = None
+    max_outage_seconds: float | None = OUTAGE_SECONDS
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        schedule: Any = self.schedule
+        if schedule not in ("async", "lockstep"):
+            raise ConfigurationError(f"schedule is {schedule!r}, expected 'async' or 'lockstep'.")
+        check_counts(max_metric_calls=self.max_metric_calls)
+        check_limits(
+            max_seconds=self.max_seconds,
+            max_outage_seconds=self.max_outage_seconds,
+            rollout_timeout_seconds=self.rollout_timeout_seconds,
+        )
+
+
 @runtime_checkable
 class Observer(Protocol):
     """Looks at runs while they go on."""
@@ -86,11 +127,9 @@ class EvolutionRun:
             stage is nearer to a commit, and goes first among equals.
         slots: requests in flight at most, over all stages.
         adaptive: how the endpoints' limits adapt below ``slots``; None for no limit but that.
-        budget_calls: metric calls that are never exceeded; None for no limit.
-        seed: of the steps' randomness, and of jitter; None draws one.
-        lockstep: one step at a time, nothing beside it, equal rollouts are made as often as they are asked for.
-        max_seconds: no step starts after it; what runs is finished. None for no limit.
-        rollout_timeout_seconds, retry, journal: see :class:`Rollouts`, :class:`RetryPolicy` and :class:`RunJournal`.
+        limits: what bounds it; None for nothing.
+        retry: how often a request is made that the provider turns away, and when.
+        journal: where the run is written down, so that it can go on; None for nowhere.
 
     Raises:
         ConfigurationError: no stage, or fewer than 1 slot.
@@ -103,22 +142,19 @@ class EvolutionRun:
         stages: Mapping[str, Iterable[str]],
         slots: int,
         adaptive: Bounds | None = None,
-        budget_calls: int | None = None,
-        seed: int | None = 0,
-        lockstep: bool = False,
-        max_seconds: float | None = None,
-        rollout_timeout_seconds: float | None = None,
+        limits: RunLimits | None = None,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         if not stages:
             raise ConfigurationError(f"{name}: a run has no stages, expected at least one.")
-        self.name, self.slots, self.lockstep, self.journal = name, slots, lockstep, journal
+        limits = RunLimits() if limits is None else limits
+        self.name, self.slots, self.journal = name, slots, journal
+        self.lockstep, self.max_seconds = limits.schedule == "lockstep", limits.max_seconds
         self.redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
         """Takes secrets out of what leaves the process."""
         self._observers = observers
-        self.max_seconds = max_seconds
         self.ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
         """Way -> steps that ended so."""
         self.stop_reason = ""
@@ -151,20 +187,21 @@ class EvolutionRun:
         )
         if journal is not None:
             journal.journal.keep_current(IN_FLIGHT, self._in_flight)
-        rng = random.Random(seed)
+        rng = random.Random(limits.seed)
+        retry = replace(retry or RetryPolicy(), outage_seconds=limits.max_outage_seconds)
         self.endpoints = Endpoints(
-            asked, adaptive, self.scheduler, self.bus, self.clock, retry or RetryPolicy(), rng,
+            asked, adaptive, self.scheduler, self.bus, self.clock, retry, rng,
             lambda reason: self.stop(reason, "failed"),
         )  # fmt: skip
         self.rollouts = Rollouts(
             self.scheduler,
             self.bus,
             self.endpoints,
-            single_flight=not lockstep,
-            timeout_seconds=rollout_timeout_seconds,
+            single_flight=not self.lockstep,
+            timeout_seconds=limits.rollout_timeout_seconds,
             journal=journal,
         )
-        self.budget = Budget(budget_calls, spent=0 if journal is None else journal.spent)
+        self.budget = Budget(limits.max_metric_calls, spent=0 if journal is None else journal.spent)
         self.threads = Threads(slots + SPARE_THREADS, "work")
         self.gaps: defaultdict[str, Counter[int]] = defaultdict(Counter)
         """Place -> gap (version less version seen) -> how often it was seen there."""
@@ -173,7 +210,7 @@ class EvolutionRun:
         self.used_shares: list[Callable[[], float]] = []
         """What of a loop's own limits is used, from 0 to 1, for those who tell how long the run may last. A loop adds
         its own."""
-        self.seed = self._seed(seed)
+        self.seed = self._seed(limits.seed)
 
     # Beginning and end.
 

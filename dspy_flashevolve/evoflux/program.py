@@ -32,7 +32,7 @@ import dspy
 from dspy.utils.exceptions import AdapterParseError
 from pydantic_core import to_jsonable_python
 
-from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.errors import ConfigurationError, check_counts, check_limits
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot, in_slot
@@ -42,7 +42,6 @@ from dspy_flashevolve.evoflux.repair import Repairer
 from dspy_flashevolve.evoflux.schemas import TooMuchWorkError, limited_work
 from dspy_flashevolve.evoflux.tools import Effect, catalogue_of, python_names, stub_of
 from dspy_flashevolve.evoflux.workflow import REFERENCE, TEXT, Workflow
-from dspy_flashevolve.programs.settings import check_counts, check_limits
 from dspy_flashevolve.programs.usage import counting_usage, tokens_of
 
 FEEDBACK_CHARACTERS = 600

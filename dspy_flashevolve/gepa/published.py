@@ -101,15 +101,11 @@ class PartialRelease:
 
 @dataclass(eq=False, slots=True)
 class Speculative:
-    """A candidate that waits for its validation, or has done so.
+    """A candidate that waits for its validation, of which something may be known, or has done so.
 
     Args:
-        key: its handle.
-        candidate: component -> text.
         parents: handles of speculative parents; none once it is confirmed.
         indices: confirmed parents, as indices of gepa's pool; its own once it is confirmed.
-        evaluation: what is known of its validation.
-        waits: its validation is under way.
     """
 
     key: int
@@ -143,12 +139,8 @@ class SpeculativeCandidates:
         that the loop may read it."""
 
     def release(self, child: Screened, evaluation: ValsetEvaluation[Any, Any], state: State, best: int) -> int | None:
-        """Let selection pick a child whose prefix is above the pool's best; its handle, or None where it is not.
-
-        Args:
-            evaluation: of the prefix.
-            state, best: gepa's, and the index of its best candidate.
-        """
+        """Let selection pick a child whose prefix is above that of gepa's best candidate; its handle, or None where it
+        is not."""
         mine, theirs = evaluation.scores_by_val_id, state.prog_candidate_val_subscores[best]
         common = [i for i in mine if i in theirs]
         if not common or sum(mine[i] for i in common) / len(common) <= sum(theirs[i] for i in common) / len(common):
@@ -172,14 +164,9 @@ class SpeculativeCandidates:
         return entry
 
     def confirm(self, key: int, index: int, *, has_fallen: bool = False) -> None:
-        """Make it an ordinary candidate, since its validation is done: its children stand on firm ground.
-
-        It may have been withdrawn with one under it: its own validation has the last word.
-
-        Args:
-            index: its place in gepa's pool.
-            has_fallen: its validation was worse than its prefix: what was made from it is stale.
-        """
+        """Make it an ordinary candidate, at an index of gepa's pool, since its validation is done: its children stand
+        on firm ground, unless it was worse than its prefix (``has_fallen``). It may have been withdrawn with one
+        under it: its own validation has the last word."""
         entry = self._all[key]
         self._end_waiting({key})
         entry.parents, entry.indices = (), (index,)
@@ -249,13 +236,7 @@ class SpeculativeCandidates:
 
 @dataclass(frozen=True, slots=True)
 class StageWindow:
-    """What a stage did in the last window.
-
-    Args:
-        finished: steps whose requests it has finished.
-        waiting, running: its requests now.
-        share: slots that it may have.
-    """
+    """Steps whose requests a stage has finished in the last window, its requests now, and its slots."""
 
     finished: int
     waiting: int

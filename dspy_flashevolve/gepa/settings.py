@@ -9,10 +9,10 @@ from typing import Any, Literal, cast
 from dspy.primitives import Module
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 
-from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.errors import ConfigurationError, check_counts, check_limits
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
 from dspy_flashevolve.engine.staleness import StalenessPolicy
-from dspy_flashevolve.programs.settings import RunSettings, check_counts, check_limits
+from dspy_flashevolve.programs.settings import RunSettings
 
 MINIBATCH = 3
 """Examples of a minibatch of gepa's, where nothing is said."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import dspy
@@ -117,12 +116,8 @@ class DspyRun(EvolutionRun):
             stages={stage: {endpoint_of(stage_lm) for stage_lm in asked} for stage, asked in lms.items()},
             slots=slots,
             adaptive=adaptive,
-            budget_calls=settings.max_metric_calls,
-            seed=settings.seed,
-            lockstep=settings.schedule == "lockstep",
-            max_seconds=settings.max_seconds,
-            rollout_timeout_seconds=settings.rollout_timeout_seconds,
-            retry=replace(retry or RetryPolicy(), outage_seconds=settings.max_outage_seconds),
+            limits=settings,
+            retry=retry,
             journal=journal,
             observers=observers,
         )

@@ -18,7 +18,7 @@ from dspy_flashevolve.engine.events import RequestFinished, StepClosed
 from dspy_flashevolve.engine.journal import BEFORE_STEPS, Journal, RunJournal, Unfinished, hash_of
 from dspy_flashevolve.engine.redaction import REDACTED, Redaction
 from dspy_flashevolve.engine.rollouts import RequestCost, Rollout, RolloutKey, gather, record_metric_call
-from dspy_flashevolve.engine.run import EvolutionRun
+from dspy_flashevolve.engine.run import EvolutionRun, RunLimits
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step
 from dspy_flashevolve.sim.virtual import run as in_virtual_time
 
@@ -197,7 +197,11 @@ class Loop:
     def __init__(self, directory: Path, seed: int, paid: Counter[Any], steps: int = 12, selects: bool = True) -> None:
         self.seed, self.paid, self.steps, self.selects = seed, paid, steps, selects
         self.run = EvolutionRun(
-            name="a loop", stages={"rollout": ["e"], "propose": ["e"]}, slots=3, journal=session(directory), seed=seed
+            name="a loop",
+            stages={"rollout": ["e"], "propose": ["e"]},
+            slots=3,
+            journal=session(directory),
+            limits=RunLimits(seed=seed),
         )
 
     async def step(self, step: Step) -> End:

@@ -19,7 +19,7 @@ from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientErro
 from dspy_flashevolve.engine.events import Committed, Event, StageVisited, StepClosed, StepOpened
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, batch, gather, record_metric_call
-from dspy_flashevolve.engine.run import EvolutionRun
+from dspy_flashevolve.engine.run import EvolutionRun, RunLimits
 from dspy_flashevolve.engine.scheduler import current_slot
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Load, NothingToDoError, Reservation, Step, StepEnded
 from dspy_flashevolve.sim.virtual import run as in_virtual_time
@@ -35,7 +35,11 @@ class World:
     def __init__(self, slots: int = 4, **options: Any) -> None:
         self.events: list[Event] = []
         self.run = EvolutionRun(
-            name="a loop", stages=STAGES, slots=slots, retry=RetryPolicy(attempts=3, first_seconds=1.0), **options
+            name="a loop",
+            stages=STAGES,
+            slots=slots,
+            limits=RunLimits(**options),
+            retry=RetryPolicy(attempts=3, first_seconds=1.0),
         )
         self.run.bus.subscribe(self.events.append)
         self.most_reserved = 0
@@ -143,7 +147,7 @@ class Seen:
 
 
 def test_admission_sees_the_load() -> None:
-    world, rule = World(4, budget_calls=20), Seen()
+    world, rule = World(4, max_metric_calls=20), Seen()
 
     async def step(step: Step) -> End:
         world.run.begin(step, 0)
@@ -404,7 +408,7 @@ def test_a_step_that_cancels_itself_does_not_end_the_run_in_silence() -> None:
 
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_work_beside_the_steps_is_waited_for_at_the_end_and_done_at_once_in_lockstep(lockstep: bool) -> None:
-    world, order = World(lockstep=lockstep), list[str]()
+    world, order = World(schedule="lockstep" if lockstep else "async"), list[str]()
 
     async def beside() -> None:
         await anyio.sleep(50.0)
@@ -469,7 +473,7 @@ def test_the_later_stage_goes_first_and_a_step_s_time_in_each_stage_is_told() ->
 
 
 def test_a_budget_that_cannot_pay_a_step_ends_the_run_only_when_nothing_may_give_some_back() -> None:
-    world = World(4, budget_calls=10)
+    world = World(4, max_metric_calls=10)
 
     async def step(step: Step) -> End:
         world.run.begin(step, 0)
@@ -566,14 +570,14 @@ class Chaos:
     slots=st.integers(1, 6),
     live=st.integers(1, 9),
     steps=st.integers(0, 14),
-    budget=st.none() | st.integers(0, 120),
-    more=st.sampled_from([{}, {"lockstep": True}, {"max_seconds": 20.0}]),
+    budget=st.none() | st.integers(1, 120),
+    more=st.sampled_from([{}, {"schedule": "lockstep"}, {"max_seconds": 20.0}]),
 )
 def test_every_run_ends_whatever_its_steps_meet(
     seed: int, slots: int, live: int, steps: int, budget: int | None, more: dict[str, Any]
 ) -> None:
     """None is left with free slots, requests that wait, and nothing in flight."""
-    chaos = Chaos(seed, slots, steps, budget_calls=budget, **more)
+    chaos = Chaos(seed, slots, steps, max_metric_calls=budget, **more)
     chaos.world.evolve(chaos.step, LiveSteps(live), calls_per_step=8)
     assert budget is None or chaos.run.budget.spent <= budget
     used = chaos.run.scheduler.statistics()

@@ -157,24 +157,6 @@ def test_a_stage_that_there_is_not_is_refused_by_name() -> None:
     stepped(main)
 
 
-def test_an_idle_slot_is_announced_only_where_nobody_takes_it() -> None:
-    idle: list[int] = []
-    on = Stepped(2, on_idle=lambda: idle.append(on.scheduler.idle))
-
-    async def main() -> None:
-        await on.ask("screen", 1, 3)
-        await on.end()
-        assert idle == []
-        await on.end()
-        assert idle == [1]
-        await on.end_all()
-        assert idle == [1, 2]
-        on.scheduler.resize(2, "")
-        assert idle == [1, 2, 2], "growth that nobody waits for"
-
-    stepped(main)
-
-
 # Who is next
 
 

@@ -62,10 +62,10 @@ def test_a_limit_is_believed_where_what_stands_beside_it_is_not(remaining: str, 
 @given(
     st.dictionaries(st.sampled_from([f"x-ratelimit-{n}-{u}" for n in NAMES for u in ("requests", "tokens")]), st.text())
 )
-def test_whatever_stands_in_the_headers_a_limit_is_above_zero_and_a_pace_is_finite(headers: dict[str, str]) -> None:
+def test_whatever_stands_in_the_headers_a_limit_is_above_zero_and_a_reset_is_finite(headers: dict[str, str]) -> None:
     for heard in limits_in_headers(headers).values():
         assert heard.limit > 0
-        assert 0 < heard.pace(0.1) <= 86400
+        assert 0 <= (heard.reset_seconds or 0.0) <= 86400
 
 
 @given(
