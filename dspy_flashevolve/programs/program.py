@@ -296,9 +296,7 @@ class ProgramRunner:
             )
             if self._flex:
                 return Attempt(self._scored_rollout(example, outcome, failure_score))
-            failed = self.failed_rollout(
-                f"The program answered, but the metric failed: {error_text(error)}", capture_traces
-            )
+            failed = self.failed_rollout(f"The program answered, but the metric failed: {reason}", capture_traces)
             return Attempt(failed, self.mistakes.failure(error, calls.errors))
         return Attempt(self._scored_rollout(example, outcome, returned))
 
@@ -315,16 +313,12 @@ class ProgramRunner:
         if self._finite and score is not None and not _is_number(score):
             logger.warning("Metric %s gave %r, expected a finite number: a failure.", self._metric.name, score)
             score = None
+        trajectory = {"example": example, "prediction": outcome.prediction, "trace": outcome.trace, "score": returned}
         return Rollout(
             output=outcome.prediction,
             score=self.adapter.failure_score if score is None else _as_number(score),
             objective_scores={name: _as_number(value) for name, value in objectives.items()},
-            trajectory={
-                "example": example,
-                "prediction": outcome.prediction,
-                "trace": outcome.trace,
-                "score": returned,
-            },
+            trajectory=trajectory,
         )
 
 

@@ -18,6 +18,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -348,16 +349,9 @@ class RolloutRecords:
         if record is None:
             return None
         known = self._predictors(frozenset(candidate.items()))
-        try:
-            steps = [(known[name], decode(inputs), decode(output)) for name, inputs, output in record["trace"]]
-        except KeyError as error:
-            raise InexactError(f"no predictor {error}") from error
-        return {
-            "example": example,
-            "prediction": decode(record["prediction"]),
-            "trace": steps,
-            "score": decode(record["score"]),
-        }
+        steps = [(known[name], decode(inputs), decode(output)) for name, inputs, output in record["trace"]]
+        prediction, score = decode(record["prediction"]), decode(record["score"])
+        return {"example": example, "prediction": prediction, "trace": steps, "score": score}
 
     def _predictors_with(self, candidate: frozenset[tuple[str, str]]) -> dict[str, Any]:
         """Copy the student's predictors with a candidate's instructions, by their names."""
@@ -419,19 +413,13 @@ class ReplyText:
 
     def write(self, answer: Any) -> str | None:
         """Write the answer as text; None for an error, and for what would not come back as it is."""
-        if answer.error is not None:
-            return None
-        try:
-            return to_json(answer.answer)
-        except Exception:
-            return None
+        with suppress(Exception):  # whatever a class of the user's raises: the question is asked again
+            return to_json(answer.answer) if answer.error is None else None
 
     def read(self, text: str) -> Any:
         """Read the answer, which costs nothing now."""
-        try:
+        with suppress(Exception):
             return ModuleReply(from_json(text))
-        except Exception:  # whatever a class of the user's raises: the question is asked again
-            return None
 
 
 def output_text(output: Any) -> str:
@@ -455,10 +443,8 @@ def _plain_text(output: Any) -> str:
 
 def output_in(text: str | None) -> Any:
     """Read an output, as far as :func:`output_text` could keep it."""
-    try:
+    with suppress(Exception):  # whatever a class of the user's raises: an output is only shown
         return None if text is None else from_json(text)
-    except Exception:  # whatever a class of the user's raises: an output is only shown
-        return None
 
 
 def as_writable(output: Any, write: Callable[[Any], object]) -> Any:

@@ -21,11 +21,11 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import dspy
 from dspy.utils.usage_tracker import UsageTracker
@@ -69,6 +69,34 @@ class _Counted(Entry):
     """An entry that a :class:`Usage` has counted, for the trackers around it: another Usage does not count it again."""
 
 
+class _Entries(list[Entry]):
+    """The entries of one model in a :class:`Usage`; ``dspy.track_usage`` extends the list of the tracker around it."""
+
+    def __init__(self, add: Callable[[Iterable[Entry]], None]) -> None:
+        super().__init__()
+        self._add = add
+
+    def append(self, entry: Entry, /) -> None:
+        self._add([entry])
+
+    def extend(self, entries: Iterable[Entry], /) -> None:
+        self._add(entries)
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> Any:
+        return list, (list(self),)
+
+
+class _EntriesByModel(defaultdict[str, list[Entry]]):
+    """Model -> its entries."""
+
+    def __init__(self, add: Callable[[str, Iterable[Entry]], None]) -> None:
+        super().__init__()
+        self._add = add
+
+    def __missing__(self, model: str) -> list[Entry]:
+        return self.setdefault(model, _Entries(partial(self._add, model)))
+
+
 class Usage(UsageTracker):
     """A usage tracker that counts each LM call once, in any thread. It is its own deep copy, see the module.
 
@@ -79,7 +107,7 @@ class Usage(UsageTracker):
 
     def __init__(self, count: CountLate | None = None) -> None:
         super().__init__()
-        self.usage_data: defaultdict[str, list[Entry]] = defaultdict(list)
+        self.usage_data: defaultdict[str, list[Entry]] = _EntriesByModel(self.add)
         self._is_of_run, self._place = count is not None, _place_here()
         self._around: Usage | None = dspy.settings.get(COUNTED_BY)
         tracker: UsageTracker | None = dspy.settings.usage_tracker
@@ -89,11 +117,6 @@ class Usage(UsageTracker):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Usage:
         return self
-
-    def add_usage(self, lm: str, usage_entry: Entry) -> None:
-        """See ``UsageTracker``."""
-        if usage_entry:
-            self.add(lm, [self._flatten_usage_entry(usage_entry)])
 
     def close(self) -> None:
         """Say that its counts are read now; what comes from here on is late, and goes to the run."""
@@ -114,7 +137,7 @@ class Usage(UsageTracker):
         with self._closing:
             is_late = self._is_closed
             if fresh and not is_late:
-                self.usage_data[model] += fresh
+                list[Entry].extend(self.usage_data[model], fresh)
         if is_late and self._count is not None:
             place = _place_here() if self._is_of_run else self._place
             for entry in fresh:

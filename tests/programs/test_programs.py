@@ -144,6 +144,24 @@ def test_rollouts_give_the_outputs_scores_and_traces_of_dspys_adapter(capture: b
             assert str(one["score"]) == str(theirs["score"])
 
 
+class Tracking(Chain):
+    """Looks at what its own call has used."""
+
+    async def aforward(self, question: str) -> dspy.Prediction:
+        with dspy.track_usage() as tracker:
+            prediction = await super().aforward(question)
+        assert tracker.get_total_tokens()["fake/model"]["total_tokens"] == 7
+        return prediction
+
+
+@pytest.mark.parametrize("program", [Chain(), Tracking()])
+def test_each_call_is_counted_once_for_its_rollout_and_for_the_users_tracker(program: dspy.Module) -> None:
+    with dspy.track_usage() as tracker:
+        rollouts = roll_out(adapter_for(program, digits), digits, examples("q", 3), True)
+    assert [rollout.tokens for rollout in rollouts] == [7] * 3
+    assert tracker.get_total_tokens()["fake/model"]["total_tokens"] == 21
+
+
 def test_predictions_carry_their_usage_where_the_user_asked_for_it() -> None:
     with dspy.context(track_usage=True):
         (rollout,) = roll_out(adapter_for(Chain(), digits), digits, examples("q", 1), True)
