@@ -127,10 +127,6 @@ class Endpoint(Responder):
         """Requests that it works on now, or is about to get."""
         return len(self._under_way)
 
-    def sent_before(self, seconds: float) -> int:
-        """Return how many of the requests under way were sent before that time."""
-        return sum(request.sent_seconds < seconds for request in self._under_way)
-
     async def admit(
         self, slot: Slot | None, rate_limit: RateLimit | None = None, tokens: float = 0.0, keep_slot: bool = False
     ) -> None:
@@ -183,7 +179,8 @@ class Endpoint(Responder):
         if self._opens(request, retry_after_seconds) and limit is not None and not was_half_open:
             # What was sent with this request or later may be refused, too.
             endpoints = {each for each in self.group.endpoints if each.limit is limit} | {self}
-            limit.cut(sum(each.sent_before(request.sent_seconds) for each in endpoints), reason)
+            under_way = [other for each in endpoints for other in each._under_way]
+            limit.cut(sum(other.sent_seconds < request.sent_seconds for other in under_way), reason)
 
     def record_no_reply(self, request: TrackedRequest) -> None:
         """Record that a request failed without a refusal. Only one of several servers minds."""
@@ -234,7 +231,9 @@ class Server(Endpoint):
         """Requests that it may have in flight: none in a pause, and one after it until it has answered."""
         if self.paused_until > self.retries.clock():
             return 0
-        return 1 if self._breaker.is_half_open else self.group.run_slots if self.limit is None else self.limit.limit
+        return (
+            1 if self._breaker.is_half_open else self.group.scheduler.limit if self.limit is None else self.limit.limit
+        )
 
     def expected_latency(self, mean_seconds: float) -> float:
         """Return the seconds that one more request is expected to take: as the last ones (the mean of all servers
@@ -355,7 +354,7 @@ class EndpointGroup:
         is_scheduled: bool = True,
     ) -> None:
         self.name, self._is_scheduled = name, is_scheduled
-        self._scheduler, self._bus, self._clock = scheduler, bus, clock
+        self.scheduler, self._bus, self._clock = scheduler, bus, clock
         self.endpoints: list[Endpoint] = []
         self.models: list[Servers] = []
         """Models whose servers have limits of their own."""
@@ -365,11 +364,6 @@ class EndpointGroup:
         self.sees_lm_calls = False
         """An LM call was paced here, so that limits need no signals from whole rollouts."""
         self.limit = None if bounds is None else self.adapt(name, bounds, partial(scheduler.take_pressure, name))
-
-    @property
-    def run_slots(self) -> int:
-        """Slots that the run has now."""
-        return self._scheduler.limit
 
     def adapt(self, name: str, bounds: Bounds, take_pressure: Callable[[], bool]) -> AdaptiveLimit:
         """Make an adaptive limit, whose changes change the group's slots and are told to the observers."""
@@ -385,7 +379,7 @@ class EndpointGroup:
         limits = [part.limit for part in (*self.models, self.limit) if part is not None]
         if limits and self._slots != min(limits) and self._is_scheduled:
             self._slots = min(limits)
-            self._scheduler.resize(self._slots, self.name)
+            self.scheduler.resize(self._slots, self.name)
 
     def rate_limit(self, account: object) -> RateLimit:
         """Return the limits a minute of an account, one object an account."""
@@ -410,14 +404,14 @@ class EndpointGroup:
         if not self._is_scheduled:
             return
         if self._clock() < self._held_until - EARLY_SECONDS:
-            self._scheduler.set_room(0, self.name)
+            self.scheduler.set_room(0, self.name)
             return
         rate_limits = self._rate_limits.values()
         binding = [rate_limit for rate_limit in rate_limits if rate_limit.is_known]
         if len(binding) < len(rate_limits) and SERVER_SEPARATOR in self.name:
             binding = []  # what one server has no room for, another takes
         room = sum(max(0, rate_limit.ahead - rate_limit.waiting) for rate_limit in binding) if binding else None
-        self._scheduler.set_room(room, self.name)
+        self.scheduler.set_room(room, self.name)
 
 
 class Endpoints:

@@ -586,12 +586,8 @@ def _plain(value: Any) -> Any:
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, float) and math.isnan(value):  # SQLite takes NaN for NULL; as a text it stays what it is
         return "nan"
-    return value if value is None or isinstance(value, int | float) else json.dumps(value, default=_number)
-
-
-def _number(value: Any) -> Any:
-    """A metric's score that is a number of another library: numpy's, a tensor with one element."""
-    return float(value)
+    # A metric's score may be a number of another library: numpy's, a tensor with one element.
+    return value if value is None or isinstance(value, int | float) else json.dumps(value, default=float)
 
 
 def check_readable(path: Path) -> None:
