@@ -663,7 +663,7 @@ def test_what_a_journal_cannot_tell_any_more_is_said_to_be_damaged(interrupted: 
         "UPDATE sessions SET settings = '{'",
         "UPDATE sessions SET fingerprints = '3'",
         "UPDATE state SET value = 'x'",
-        "UPDATE state SET value = '0' WHERE name = 'strategies'",
+        "UPDATE state SET value = '0' WHERE name = 'gepa strategies'",
         "UPDATE steps SET selection = '{}'",
         "UPDATE steps SET version = '\"\"'",
     ]
