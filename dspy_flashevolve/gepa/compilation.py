@@ -56,6 +56,8 @@ from dspy_flashevolve.programs.usage import calls_of, cost_of, rates_of
 
 logger = logger_named(__name__)
 """gepa's own log lines, and what is told of every run, go where ``dspy.GEPA`` sends them: dspy shows them."""
+MUCH_DISCARDED = 0.5
+"""Share of discarded children above which a run warns: most of its work was for nothing."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,12 @@ class Compilation:
             raise
         await self._track_end()
         stats = self._stats()
+        if self._loop.discarded_share > MUCH_DISCARDED:
+            logger.warning(
+                "The staleness policy discarded %.0f%% of the children that it looked at: their work was for nothing. "
+                "Use staleness='full', lower Workflow.live_steps, or let more be stale (max_gap, min_gap).",
+                100 * self._loop.discarded_share,
+            )
         log_summary(logger if stats.outcome == "failed" else gepa_logger, stats)
         return self._result(stats)
 

@@ -75,6 +75,8 @@ class Repairs:
     ) -> None:
         self._run, self._pool, self._module, self._settings = run, pool, module, settings
         self._code, self._calls, self._misses = list(code_components), calls, 0
+        self.dropped = 0
+        """Steps all of whose children were dropped."""
 
     async def repaired(self, step: Step, children: Sequence[Child]) -> list[Child]:
         """Have a step's children patched onto the pool's best candidate, as far as they have something to add to it.
@@ -95,6 +97,7 @@ class Repairs:
         outcomes = await gather([partial(self._repaired, step, child, base, version, commits) for child in children])
         kept = [outcome for outcome in outcomes if isinstance(outcome, Child)]
         if not kept:
+            self.dropped += 1
             reasons = dict.fromkeys(outcome.reason for outcome in outcomes if isinstance(outcome, Discard))
             raise StepEnded(EndKind.DISCARDED, f"stale: {'; '.join(reasons)}")
         if all(child.patched for child in kept):

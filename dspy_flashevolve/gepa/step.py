@@ -120,6 +120,12 @@ class GepaLoop:
         """Number from which on a step is an iteration to stoppers that count those without improvement."""
         self._seeded = anyio.Event()
 
+    @property
+    def discarded_share(self) -> float:
+        """Of the children that the staleness policy looked at, the share that it or a repair discarded."""
+        decisions = self._run.policy_decisions
+        return (decisions["discard"] + self._repairs.dropped) / max(1, decisions.total())
+
     def statistics(self) -> dict[str, Any]:
         """Return what :class:`AsyncStats` says of the loop: calls of the reflection LM, and what came of them."""
         return {

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from gepa.core.data_loader import ListDataLoader
-from gepa.utils import MaxCandidateProposalsStopper
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,18 +64,6 @@ def test_what_cannot_be_passed_on_is_refused_with_the_reason_unless_it_is_gepas_
 def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check_options(configured(**options))
-
-
-def test_stoppers_say_why_once_and_whether_it_was_the_budget() -> None:
-    state: Any = SimpleNamespace(total_num_evals=0, i=0)
-    stopper = parts_of(max_metric_calls=10, gepa_kwargs={"stop_callbacks": MaxCandidateProposalsStopper(5)}).stopper
-    assert not stopper(state)
-    state.total_num_evals = 12
-    assert stopper(state)
-    assert (stopper.reason, stopper.budget_spent) == ("max_metric_calls=10 is spent", True)
-    state.i = 9
-    assert stopper(state)
-    assert stopper.budget_spent, "the first reason stays"
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.booleans())

@@ -83,9 +83,8 @@ def test_parents_are_true_whatever_became_of_them_meanwhile(seed: int) -> None:
 # Variants of the head
 
 
-def started(frontier_share: float) -> tuple[Any, int, int]:
-    """A run's program, how many of its steps started from what was not validated, and how many from what was."""
-    program, events = heard(Rules(), 600, search=Edits(frontier_share=frontier_share), use_merge=False)
+def test_steps_start_from_variants_of_the_head_and_the_pool_holds_only_what_was_validated() -> None:
+    program, events = heard(Rules(), 600, search=Edits(frontier_share=0.25), use_merge=False)
     validated, ahead, after = {"0.3 seed 0"}, 0, 0
     for name, event in events.events:
         if name == "on_valset_evaluated":
@@ -93,11 +92,6 @@ def started(frontier_share: float) -> tuple[Any, int, int]:
         elif name == "on_candidate_selected":
             ahead += only(event["candidate"]) not in validated
             after += only(event["candidate"]) in validated
-    return program, ahead, after
-
-
-def test_steps_start_from_variants_of_the_head_and_the_pool_holds_only_what_was_validated() -> None:
-    program, ahead, after = started(0.25)
     assert ahead > after > 0
     assert all(len(scores) == 12 for scores in program.detailed_results.val_subscores)
     assert len(program.async_stats.changes) > 5

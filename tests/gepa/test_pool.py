@@ -36,19 +36,6 @@ def test_the_frontier_does_not_depend_on_the_order_of_commits(
     assert results[0] == results[1]
 
 
-def test_gepas_code_sees_the_iteration_of_the_step_it_acts_for() -> None:
-    pool = pool_of()
-    steps = [step_of(number) for number in range(3)]
-    for step in steps:
-        pool.begin_step(step)
-    with pool.acting_for(steps[1]):
-        assert pool.state.i == 1
-        pool.state.full_program_trace[-1]["mark"] = True
-    assert pool.state.i == 2
-    assert [entry.get("mark") for entry in pool.state.full_program_trace] == [None, True, None]
-    pool.close()
-
-
 @pytest.mark.parametrize("ends", ["finish", "fail"])
 def test_what_callbacks_heard_begin_has_an_end_also_where_a_stop_came_during_the_selection(ends: str) -> None:
     heard = Heard()

@@ -93,12 +93,6 @@ async def test_one_call_a_changed_component(asynchronous: bool) -> None:
     ]
 
 
-async def test_verdicts_on_unknown_children_are_dropped_and_of_two_on_one_child_the_last_counts() -> None:
-    verdicts = [{"child": n, "verdict": v} for n, v in ((1, "subsumed"), (9, "subsumed"), (1, "orthogonal"))]
-    answer = await integrated(Scripted(reply_for("", verdicts=json.dumps(verdicts), new_text="t")), [child(1)])
-    assert [(verdict.child, verdict.verdict) for verdict in answer.verdicts] == [(1, "orthogonal")]
-
-
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(
     "bad",
