@@ -152,11 +152,6 @@ def test_a_failed_prediction_comes_back() -> None:
     assert from_json(to_json(failed)) == failed
 
 
-def test_a_conversation_comes_back() -> None:
-    history = dspy.History(messages=[{"question": "q", "answer": "a"}])
-    assert from_json(to_json(history)) == history
-
-
 def test_fields_that_a_class_computes_are_computed_again() -> None:
     value = Named(name="x")
     assert value.shouted == "X"

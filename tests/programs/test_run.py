@@ -226,18 +226,3 @@ def test_a_runner_takes_any_metric_and_scores_failures_as_it_is_told() -> None:
 
     Loop(one, work, steps=1).play()
     assert scores == [-1.0, 0.25, 0.5, 0.5]
-
-
-def test_a_commit_is_in_the_statistics() -> None:
-    one = made()
-
-    async def work(step: Step) -> None:
-        parents = [step.number - 1] if step.number else []
-        one.commit(step, version=step.number + 1, candidate=step.number, score=1.0 - step.number, parents=parents)
-
-    stats = Loop(one, work).play()
-    assert [(one.candidate, one.gap, one.generation, one.best_score) for one in stats.commits] == [
-        (0, 0, 0, 1.0), (1, 1, 1, 1.0), (2, 2, 2, 1.0),
-    ]  # fmt: skip
-    assert list(stats.gaps["before_commit"].items()) == [(0, 1), (1, 1), (2, 1)]
-    assert stats.to_dict()["commits"][1]["gap"] == 1
