@@ -443,7 +443,7 @@ def reply_model_named(name: str) -> ReplyModel:
 
 
 DEFAULT_MODEL = "plain"
-"""Its numbers come from measurements of real models: docs/simulated-server.md, "Models"."""
+"""Its numbers come from measurements of real models: docs/simulated-server.md, "Where the numbers come from"."""
 
 
 def default_reply_model() -> ReplyModel:
