@@ -269,11 +269,8 @@ async def call_on_loop(lm: Any, request: LmRequest) -> LmRecord:
 
 def _record(request: LmRequest, replies: list[dict[str, Any]], usage: dict[str, list[dict[str, Any]]]) -> LmRecord:
     texts = [without_surrogates(str(reply.get("text") or "")) for reply in replies]
-    counts = [_sum_usage(usage, name) for name in ("prompt_tokens", "completion_tokens")]
+    entries = [entry for entries in usage.values() for entry in entries]
+    counts = [sum(int(entry.get(name) or 0) for entry in entries) for name in ("prompt_tokens", "completion_tokens")]
     guesses = [sum(len(str(message["content"])) for message in request.messages), sum(map(len, texts))]
     prompt, completion = (n or -(-guess // CHARACTERS_A_TOKEN) for n, guess in zip(counts, guesses, strict=True))
     return LmRecord(request.messages, texts, prompt, completion)
-
-
-def _sum_usage(usage: dict[str, list[dict[str, Any]]], name: str) -> int:
-    return sum(int(entry.get(name) or 0) for entries in usage.values() for entry in entries)

@@ -46,11 +46,8 @@ logger = logger_named(__name__)
 SMOKE_EXAMPLES = 3
 """Examples of a check: enough that one hard example does not fail a candidate, few beside a validation set."""
 LIVE_STEPS_A_PROPOSER = 3
-"""Live steps for each proposer: while its next proposal is written, two earlier ones are checked or evaluated.
-
-The benchmarks of docs/meta-harness.md ran with 3; no other value was measured. More steps make staler proposals, since
-each sees the archive without those before it.
-"""
+"""Live steps for each proposer: while its next proposal is written, two earlier ones are checked or evaluated. More
+steps make staler proposals. No other value was measured."""
 ENDED = -1
 """A step number that stands for all steps that had ended before an interruption."""
 FAILED = "failed candidate "
