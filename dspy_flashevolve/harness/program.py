@@ -29,15 +29,7 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.harness.archive import DraftError, draft_of
 from dspy_flashevolve.programs.usage import counting_usage
-from dspy_flashevolve.sandbox.contract import (
-    MOST_VALUES,
-    Failure,
-    Job,
-    Limits,
-    LmRecord,
-    LmRequest,
-    has_many_values,
-)
+from dspy_flashevolve.sandbox.contract import MOST_VALUES, Failure, Job, Limits, LmRecord, LmRequest, has_many_values
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 
 T = TypeVar("T")

@@ -45,9 +45,8 @@ def written(inputs: dict[str, str], *outputs: str, model: ImitatingModel = FAITH
     )
 
 
-def test_the_prompts_of_the_proposer_and_of_revisions_are_known() -> None:
+def test_the_prompts_of_the_proposer_are_known() -> None:
     assert request({"archive_overview": "x", "direction": "y"}, "modules").kind == "harness"
-    assert request({"stale_module": "x", "admitted_since": "y"}, "verdict").kind == "harness"
     assert request({"question": "x"}, "answer").kind == "task"
 
 
