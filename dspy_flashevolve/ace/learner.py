@@ -289,7 +289,8 @@ def with_playbook(student: Module, names: Sequence[str], playbook: Playbook) -> 
         if name in names:
             text = attached(predictor.signature.instructions, playbook.render())
             predictor.signature = predictor.signature.with_instructions(text)
-    setattr(program, _attribute_of(program), playbook)
+    is_free = isinstance(getattr(program, "playbook", None), Playbook | None)
+    setattr(program, "playbook" if is_free else "ace_playbook", playbook)
     return program
 
 
@@ -299,11 +300,6 @@ def playbook_in(student: Module, names: Sequence[str], sections: Sequence[str]) 
     texts: list[str] = [predictor.signature.instructions for name, predictor in predictors if name in names]
     playbooks = (Playbook.from_instructions(text, sections) for text in texts)
     return next((held for held in playbooks if held is not None), Playbook(sections=tuple(sections)))
-
-
-def _attribute_of(program: Any) -> str:
-    """Return the name of a program's attribute for its playbook: "playbook", unless the program uses that name."""
-    return "playbook" if isinstance(getattr(program, "playbook", None), Playbook | None) else "ace_playbook"
 
 
 def _citing(student: Module, names: Sequence[str], citations: str) -> Module:

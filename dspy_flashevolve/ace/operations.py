@@ -22,11 +22,8 @@ from dspy_flashevolve.modules.reading import MOST_CHARACTERS, json_values
 from dspy_flashevolve.observe.statistics import Problem
 
 MOST_OPERATIONS = 200
-"""Operations of one reply that are read; the rest is one problem.
-
-A bound on the work of one reply: each operation renders the playbook anew to count its tokens. A playbook of the
-default budget has room for some 250 bullets of 100 characters, and a sample has a handful of things to say about them.
-"""
+"""Operations of one reply that are read: each renders the playbook anew to count its tokens, and a playbook of the
+default budget has room for some 250 bullets of 100 characters. The rest of a reply is one problem."""
 _TAG_OF: dict[str, Tag] = {tag: tag for tag in TAGS}
 _DEPTH = 4
 """Lists and objects inside each other that are searched for operations: ``{"operations": [{...}]}`` has three. Without
@@ -35,10 +32,8 @@ _MOST_LITERAL = 50_000
 """Longest text, in characters, that is read as a Python literal. `ast.literal_eval` takes up to 25 microseconds a
 character (measured), on the run's event loop, where everything else waits for it."""
 NEWEST = 4
-"""The newest of every four bullets is protected when bullets make room: it has had no chance to be cited yet.
-
-Without that, a playbook at its token budget would evict each addition at once, since old bullets have been tagged.
-"""
+"""The newest of every four bullets is protected when bullets make room: it has had no chance to be cited yet, and a
+full playbook would evict each addition at once."""
 LARGEST = 4
 """A bullet may take one fourth of the token budget: a longer one would replace what all samples before have taught."""
 MOST_EXAMPLES = 50
@@ -225,7 +220,14 @@ class PlaybookWriter:
         self.playbook = replace(before, version=before.version + 1)
         applied: list[Operation] = []
         for operation in operations:
-            problem = self._add(operation) if isinstance(operation, Add) else self._remove(operation)
+            problem = None
+            if isinstance(operation, Add):
+                problem = self._add(operation)
+            elif operation.id not in self.playbook:
+                problem = Problem("unknown id", operation.id[:80])
+            else:
+                rest = (bullet for bullet in self.playbook.bullets if bullet.id != operation.id)
+                self.playbook = self.playbook.replacing(rest)
             if problem is None:
                 applied.append(operation)
             else:
@@ -257,12 +259,6 @@ class PlaybookWriter:
         if tokens * LARGEST > self._token_budget or not self._fits(grown.replacing([bullet])):
             return Problem("takes too much room", detail)
         self.playbook = grown
-        return None
-
-    def _remove(self, operation: Remove) -> Problem | None:
-        if operation.id not in self.playbook:
-            return Problem("unknown id", operation.id[:80])
-        self.playbook = self.playbook.replacing(bullet for bullet in self.playbook.bullets if bullet.id != operation.id)
         return None
 
     def roll_back(self, playbook: Playbook) -> None:

@@ -38,12 +38,8 @@ from dspy_flashevolve.programs.run import DspyRun
 logger = logger_named(__name__)
 
 LEARNING_SHARE = 0.75
-"""Share of the slots that samples may take while a playbook is validated.
-
-Requests of samples go before requests of validations. Without a share kept free a validation would wait until the last
-sample has ended, and at 1 it would have nothing; the quarter that is left keeps validations beside the samples, which
-the benchmarks of docs/ace.md were run with. No other value was measured.
-"""
+"""Share of the slots that samples may take while a playbook is validated: their requests go before a validation's,
+which at 1 would wait until the last sample has ended. No other value was measured."""
 
 ROLLBACK_ERRORS = 2.0
 """Standard errors by which a validated playbook has to be worse than the best one, example by example, before the run

@@ -203,11 +203,6 @@ class Executor:
         """Keep as many calls as the final run of a workflow needs: from its first writing node on."""
         self.kept_calls = len(workflow.ordered()) - len(self.before_writes(workflow))
 
-    def pays_rest_of(self, workflow: Workflow) -> bool:
-        """Whether there are calls for all of a workflow from its first writing node on."""
-        self.keep_calls_for(workflow)
-        return self.calls_left >= 0
-
     async def run(self, workflow: Workflow, final: bool = False) -> Execution:
         """Run a workflow; what goes wrong is an error of its node.
 

@@ -502,7 +502,8 @@ class Evoflux(dspy.Module):
             return best.execution
         is_sound = best.execution.is_complete or best.execution.waits
         is_reached = best.goal is None or best.goal >= 1
-        if is_sound and is_reached and executor.pays_rest_of(best.workflow) and not best.workflow.check(executor.tools):
+        executor.keep_calls_for(best.workflow)
+        if is_sound and is_reached and executor.calls_left >= 0 and not best.workflow.check(executor.tools):
             return await executor.run(best.workflow, final=True)
         # What was seen in copies of the state does not hold; the rest is not run again.
         return await replace(executor, world=None).run(best.workflow)

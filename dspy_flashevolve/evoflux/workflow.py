@@ -188,6 +188,16 @@ class Workflow:
             done[ready.id] = ready
         return tuple(done.values())
 
+    def mermaid(self) -> str:
+        """Draw the graph as a Mermaid flowchart; an edge is named after the field that it gives."""
+        lines = ["flowchart TD"]
+        lines += [f'    {_safe(node.id)}["{_text(node.id)}: {_text(node.tool)}"]' for node in self.nodes]
+        for node in self.nodes:
+            for path, reference in node.references:
+                lines.append(f"    {_safe(reference.node)} -->|{_text(field_name(path))}| {_safe(node.id)}")
+            lines += [f"    {_safe(before)} -.-> {_safe(node.id)}" for before in node.after]
+        return "\n".join(lines)
+
     def check(self, tools: Mapping[str, ToolSpec]) -> list[Complaint]:
         """List what is wrong with the workflow before any call; nothing is run.
 
@@ -252,3 +262,11 @@ def _reference_fault(
 def field_name(path: Path) -> str:
     """Write a parameter's path as people read it: ``rows.0.id``."""
     return ".".join(map(str, path)) or "parameters"
+
+
+def _safe(id: str) -> str:
+    return re.sub(r"\W", "_", id, flags=re.ASCII) or "_"
+
+
+def _text(text: str) -> str:
+    return re.sub(r'["|<>\[\]{}`\n\r]', " ", text)

@@ -25,9 +25,7 @@ from dspy_flashevolve.sandbox.contract import Failure, Outcome
 Cost = Callable[[Outcome], float]
 """A function from the outcome of one run on one example to its cost. Lower is better; it must be finite."""
 PAGE_CHARACTERS = 6000
-"""Characters of a file that one tool call returns, some 1,500 tokens.
-
-All pages that an agent reads stay in its prompt: with the default ``proposer_steps`` of 12, up to some 18,000 tokens.
+"""Characters of a file that one tool call returns, some 1,500 tokens: all pages that an agent reads stay in its prompt.
 """
 MESSAGE_CHARACTERS = PAGE_CHARACTERS // 2
 """Most characters of one LM message in a trace; the rest is cut off, so that a page has room for a call with its reply.
@@ -35,11 +33,8 @@ MESSAGE_CHARACTERS = PAGE_CHARACTERS // 2
 MOST_LINES = 60
 """Most lines that a listing or a search returns, if they fit on a page."""
 OVERVIEW_CANDIDATES = 10
-"""Candidates of each kind in the overview: of the Pareto front, of the best, of the newest.
-
-The overview is in every call of a proposer's agent. With lines of at most ``OVERVIEW_CHARACTERS`` it has some 2,500
-tokens at most; a search of half an hour, with 427 candidates, had 65,000 when it named all of them.
-"""
+"""Candidates of each kind in the overview: of the Pareto front, the best, the newest. It is in every call of a
+proposer's agent, with some 2,500 tokens at most; naming all 427 candidates of half an hour took 65,000."""
 OVERVIEW_CHARACTERS = 300
 """Most characters of a line of the overview: numbers, name and a hypothesis of a sentence or two."""
 
@@ -449,12 +444,26 @@ def draft_of(source: str, inputs: Iterable[str] = (), parents: Sequence[int] = (
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DraftError(f"the source is not Python ({type(error).__name__}: {error})") from error
-    _check_imports(tree)
-    module = _module_class(tree)
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = ["a relative import" if node.level else node.module or ""]
+        for name in names:
+            if name.split(".")[0] not in IMPORTABLE:
+                raise DraftError(f"it imports {name}; a harness may import {', '.join(sorted(IMPORTABLE))}")
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    modules = [node for node in classes if any(_is_module(base) for base in node.bases)]
+    if len(modules) != 1:
+        raise DraftError(f"the source has {len(modules)} subclasses of dspy.Module, expected one")
+    module = modules[0]
     methods = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
     if "forward" not in methods:
         raise DraftError(f"class {module.name} has no method forward")
-    _check_inputs(methods["forward"].args, inputs)
+    accepted = methods["forward"].args
+    named = [argument.arg for argument in (*accepted.posonlyargs, *accepted.args, *accepted.kwonlyargs)]
+    missing = [] if accepted.kwarg else [name for name in inputs if name not in named]
+    if missing:
+        raise DraftError(f"forward does not accept the inputs {', '.join(missing)}: name them, or take **inputs")
     header = {key.lower(): text.strip() for key, text in _HEADER.findall(source)}
     based = {int(number) for number in re.findall(r"\d{1,6}", header.get("based on", ""))}
     return Draft(
@@ -466,6 +475,13 @@ def draft_of(source: str, inputs: Iterable[str] = (), parents: Sequence[int] = (
         parents=tuple(sorted(based & set(parents))),
         direction=direction,
     )
+
+
+def _is_module(base: ast.expr) -> bool:
+    """Return whether a base class is ``Module`` or ``dspy.Module``; `ast.unparse` would exhaust the stack on some."""
+    if isinstance(base, ast.Attribute):
+        return base.attr == "Module" and isinstance(base.value, ast.Name) and base.value.id == "dspy"
+    return isinstance(base, ast.Name) and base.id == "Module"
 
 
 def drafts_in(
@@ -486,35 +502,3 @@ def drafts_in(
         except DraftError as error:
             problems.append(str(error))
     return drafts[:count], problems
-
-
-def _module_class(tree: ast.Module) -> ast.ClassDef:
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    modules = [node for node in classes if any(_is_module(base) for base in node.bases)]
-    if len(modules) != 1:
-        raise DraftError(f"the source has {len(modules)} subclasses of dspy.Module, expected one")
-    return modules[0]
-
-
-def _is_module(base: ast.expr) -> bool:
-    """Return whether a base class is ``Module`` or ``dspy.Module``; `ast.unparse` would exhaust the stack on some."""
-    if isinstance(base, ast.Attribute):
-        return base.attr == "Module" and isinstance(base.value, ast.Name) and base.value.id == "dspy"
-    return isinstance(base, ast.Name) and base.id == "Module"
-
-
-def _check_inputs(arguments: ast.arguments, inputs: Iterable[str]) -> None:
-    named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    missing = [] if arguments.kwarg else [name for name in inputs if name not in named]
-    if missing:
-        raise DraftError(f"forward does not accept the inputs {', '.join(missing)}: name them, or take **inputs")
-
-
-def _check_imports(tree: ast.Module) -> None:
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = ["a relative import" if node.level else node.module or ""]
-        for name in names:
-            if name.split(".")[0] not in IMPORTABLE:
-                raise DraftError(f"it imports {name}; a harness may import {', '.join(sorted(IMPORTABLE))}")

@@ -29,15 +29,7 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.harness.archive import DraftError, draft_of
 from dspy_flashevolve.programs.usage import counting_usage
-from dspy_flashevolve.sandbox.contract import (
-    MOST_VALUES,
-    Failure,
-    Job,
-    Limits,
-    LmRecord,
-    LmRequest,
-    has_many_values,
-)
+from dspy_flashevolve.sandbox.contract import MOST_VALUES, Failure, Job, Limits, LmRecord, LmRequest, has_many_values
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 
 T = TypeVar("T")
@@ -269,11 +261,8 @@ async def call_on_loop(lm: Any, request: LmRequest) -> LmRecord:
 
 def _record(request: LmRequest, replies: list[dict[str, Any]], usage: dict[str, list[dict[str, Any]]]) -> LmRecord:
     texts = [without_surrogates(str(reply.get("text") or "")) for reply in replies]
-    counts = [_sum_usage(usage, name) for name in ("prompt_tokens", "completion_tokens")]
+    entries = [entry for entries in usage.values() for entry in entries]
+    counts = [sum(int(entry.get(name) or 0) for entry in entries) for name in ("prompt_tokens", "completion_tokens")]
     guesses = [sum(len(str(message["content"])) for message in request.messages), sum(map(len, texts))]
     prompt, completion = (n or -(-guess // CHARACTERS_A_TOKEN) for n, guess in zip(counts, guesses, strict=True))
     return LmRecord(request.messages, texts, prompt, completion)
-
-
-def _sum_usage(usage: dict[str, list[dict[str, Any]]], name: str) -> int:
-    return sum(int(entry.get(name) or 0) for entries in usage.values() for entry in entries)

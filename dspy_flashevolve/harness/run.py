@@ -31,12 +31,7 @@ from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in, sources_in
 from dspy_flashevolve.harness.evaluating import FEW_LESSONS, Evaluations, HarnessSettings, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
-from dspy_flashevolve.harness.proposing import (
-    Directions,
-    Drafts,
-    agent_of,
-    interface_for,
-)  # fmt: skip
+from dspy_flashevolve.harness.proposing import Directions, Drafts, agent_of, interface_for
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.usage import COUNTED_BY, tokens_of
@@ -46,11 +41,8 @@ logger = logger_named(__name__)
 SMOKE_EXAMPLES = 3
 """Examples of a check: enough that one hard example does not fail a candidate, few beside a validation set."""
 LIVE_STEPS_A_PROPOSER = 3
-"""Live steps for each proposer: while its next proposal is written, two earlier ones are checked or evaluated.
-
-The benchmarks of docs/meta-harness.md ran with 3; no other value was measured. More steps make staler proposals, since
-each sees the archive without those before it.
-"""
+"""Live steps for each proposer: while its next proposal is written, two earlier ones are checked or evaluated. More
+steps make staler proposals. No other value was measured."""
 ENDED = -1
 """A step number that stands for all steps that had ended before an interruption."""
 FAILED = "failed candidate "

@@ -178,24 +178,9 @@ def drop_capabilities() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-def no_new_privileges() -> None:
-    """Keep programs that are executed later from gaining privileges."""
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-
-
-def end_with_parent(signal_number: int) -> None:
-    """Let the kernel send a signal to this process when its parent ends."""
-    _prctl(_PR_SET_PDEATHSIG, signal_number)
-
-
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def make_dumpable() -> None:
-    """Get back the ownership of /proc/self, which belongs to root after a change of user."""
-    _prctl(_PR_SET_DUMPABLE, 1)
 
 
 def landlock_version() -> int:
@@ -219,7 +204,7 @@ def landlock(readable: Iterable[str], writable: Iterable[str], devices: Iterable
     for paths, allowed in ((readable, _READ), (writable, rights), (devices, _FILE & ~1)):
         for path in paths:
             _allow(ruleset, path, allowed & rights)
-    no_new_privileges()
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _call(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0))
     os.close(ruleset)
 
@@ -248,7 +233,7 @@ def refuse_system_calls() -> None:
     """Install the filter in this process, which must have one thread. It cannot be removed, and new threads inherit
     it."""
     program = _program(platform.machine(), os.getpid())
-    no_new_privileges()
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     memory = ctypes.create_string_buffer(program, len(program))
     head = struct.pack("@HP", len(program) // 8, ctypes.addressof(memory))
     if _libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), head, ctypes.c_ulong(0), ctypes.c_ulong(0)):
@@ -427,7 +412,7 @@ def _change_user() -> None:
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    make_dumpable()
+    _prctl(_PR_SET_DUMPABLE, 1)  # the change of user has given /proc/self to root
 
 
 def probe_layers(user: bool, scratch: str, without: Iterable[str] = ()) -> Layers:
@@ -464,7 +449,7 @@ def confine(layers: Layers, limits: Limits, scratch: str, owner: tuple[int, int]
     with open("/proc/self/statm") as file:
         mapped_bytes = int(file.read().split()[0]) * resource.getpagesize()
     os.setsid()
-    end_with_parent(signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with its parent
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where the whole machine runs out of memory, the kernel ends this process and no other
     if layers.namespaces:
@@ -478,7 +463,7 @@ def confine(layers: Layers, limits: Limits, scratch: str, owner: tuple[int, int]
     _limit(limits, mapped_bytes, 0 if layers.namespaces else own_tasks)
     if layers.landlock:
         landlock(readable_roots(), (scratch,), DEVICES)
-    no_new_privileges()
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)  # nor gains any that is executed later
     drop_capabilities()
     os.environ.clear()
     if layers.seccomp:

@@ -356,7 +356,12 @@ class Conversation:
                     answer = await self._make_call(request)
                     called += clock() - asked_at
                     bound.deadline = clock() + remaining
-                    await self._send(self._record_call(answer, clock() - asked_at))
+                    if isinstance(answer, str):
+                        await self._send({"error": answer})
+                        continue
+                    self.calls.append(replace(answer, seconds=clock() - asked_at))
+                    self._tokens_left -= answer.tokens
+                    await self._send({"outputs": answer.outputs})
                 return _read(self._answer_of, message)
             if all_of_it.cancelled_caught:
                 return Failure("time", f"it ran for more than {limits.total_seconds:g} seconds, its LM calls included")
@@ -403,14 +408,6 @@ class Conversation:
             return await call
         finally:
             await _cancel(call)
-
-    def _record_call(self, answer: LmRecord | str, seconds: float) -> dict[str, Any]:
-        """Record an LM call, and return the message for the child."""
-        if isinstance(answer, str):
-            return {"error": answer}
-        self.calls.append(replace(answer, seconds=seconds))
-        self._tokens_left -= answer.tokens
-        return {"outputs": answer.outputs}
 
     async def _next_frame(self) -> dict[str, Any]:
         """Return the next frame, which may have been awaited since an LM call."""

@@ -114,12 +114,3 @@ def test_what_makes_room_is_found_in_few_counts() -> None:
     writer.apply([])
     assert writer.counts.evicted > 200
     assert counts < 40
-
-
-def test_tokens_are_counted_by_the_users_counter() -> None:
-    applied = apply_operations(BOOK, [Add("other", "d")], token_budget=8, count_tokens=lambda text: 2 * text.count("["))
-    assert len(applied.playbook) == 4
-    again = apply_operations(
-        applied.playbook, [Add("other", "e")], token_budget=8, count_tokens=lambda text: 2 * text.count("[")
-    )
-    assert len(again.playbook) == 4

@@ -44,15 +44,6 @@ def test_operations_are_read_in_every_form_that_models_write(reply: object) -> N
     assert parse_operations(reply) == (READ, [])
 
 
-def test_a_list_that_is_cut_off_gives_the_operations_that_are_whole() -> None:
-    assert parse_operations(json.dumps(LIST)[:-20])[0] == READ[:3]
-
-
-@pytest.mark.parametrize("reply", ["", "  ", "[]", [], "No change: []", {"operations": []}, '{"operations": []}'])
-def test_an_empty_list_asks_for_nothing_and_is_no_problem(reply: object) -> None:
-    assert parse_operations(reply) == ([], [])
-
-
 @pytest.mark.parametrize(
     ("item", "kind"),
     [
@@ -69,13 +60,6 @@ def test_what_is_wrong_with_one_operation_is_told_and_the_others_are_read(item: 
     operations, problems = parse_operations([LIST[0], item, LIST[3]])
     assert operations == [READ[0], READ[3]]
     assert [problem.kind for problem in problems] == [kind]
-
-
-def test_prose_is_one_problem() -> None:
-    assert parse_operations("I would add a bullet on units.") == (
-        [],
-        [Problem("unreadable reply", "I would add a bullet on units.")],
-    )
 
 
 def test_a_reply_without_end_is_read_up_to_a_bound() -> None:
@@ -134,16 +118,6 @@ def test_tags_are_read_in_every_form_that_models_write(reply: object) -> None:
     assert parse_tags(reply) == ([("oth-1", "helpful"), ("oth-2", "harmful")], [])
 
 
-def test_a_tag_that_is_none_is_told_and_the_others_count() -> None:
-    tags, problems = parse_tags({"oth-1": "great", "oth-2": "neutral"})
-    assert (tags, [problem.kind for problem in problems]) == ([("oth-2", "neutral")], ["unknown tag"])
-
-
-@pytest.mark.parametrize("reply", ["", "None", "{}", "[]", {}])
-def test_no_tags_are_no_problem(reply: object) -> None:
-    assert parse_tags(reply) == ([], [])
-
-
 def test_a_very_long_reply_is_cut_and_no_long_literal_is_read() -> None:
     item = '{"type": "REMOVE", "id": "oth-1"}'
     operations, _ = parse_operations(item + " " * MOST_CHARACTERS + item)
@@ -151,14 +125,3 @@ def test_a_very_long_reply_is_cut_and_no_long_literal_is_read() -> None:
     literal = "[" + "{'type': 'REMOVE', 'id': 'oth-1'}, " * 2000 + "]"
     operations, problems = parse_operations(literal)
     assert (operations, [problem.kind for problem in problems]) == ([], ["unreadable reply"])
-
-
-@pytest.mark.parametrize(
-    ("reply", "expected"),
-    [
-        ({"operations": {"type": "REMOVE", "id": "oth-1"}}, Remove("oth-1")),
-        ({"operations": '[{"type": "REMOVE", "id": "oth-1"}]'}, Remove("oth-1")),
-    ],
-)
-def test_other_forms_of_a_list_are_read_too(reply: object, expected: object) -> None:
-    assert parse_operations(reply) == ([expected], [])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.ace.playbook import CLOSING, OPENING, Bullet, Playbook, attached, cleaned, detached
+from dspy_flashevolve.ace.playbook import CLOSING, OPENING, Bullet, Playbook, attached, cleaned
 from dspy_flashevolve.engine.errors import ConfigurationError
 from tests.ace.books import PLAYBOOKS, TAGS, TEXTS
 
@@ -24,12 +23,6 @@ JSON = st.recursive(
     ),
     max_leaves=12,
 )
-
-
-def test_an_id_is_not_given_twice_even_when_its_bullet_is_gone() -> None:
-    playbook = Playbook().adding("other", "a").adding("other", "b")
-    without = playbook.replacing(bullet for bullet in playbook.bullets if bullet.content == "a")
-    assert [bullet.id for bullet in without.adding("other", "c").bullets] == ["oth-1", "oth-3"]
 
 
 @given(PLAYBOOKS, TAGS)
@@ -88,15 +81,6 @@ def test_a_bullet_that_cannot_be_is_refused(bullet: Bullet) -> None:
         Playbook(bullets=(bullet,), next_number=2, version=3)
 
 
-def test_ids_with_one_number_and_numbers_that_cannot_be_are_refused() -> None:
-    for other in ("oth-1", "oth-01"):
-        with pytest.raises(ConfigurationError, match="same number"):
-            Playbook(bullets=(Bullet("str-1", "strategies", "x"), Bullet(other, "other", "y")), next_number=2)
-    for number in (0, 10**30):
-        with pytest.raises(ConfigurationError, match="next_number"):
-            Playbook(next_number=number)
-
-
 def test_a_text_of_the_users_that_speaks_of_playbooks_is_left_alone() -> None:
     text = f"Write {OPENING} tags {CLOSING}."
     assert attached(text, "") == text
@@ -110,39 +94,7 @@ def test_instructions_keep_ids_counters_texts_and_the_next_number(playbook: Play
     assert (read is None) == (not playbook.bullets)
 
 
-@given(PLAYBOOKS, st.permutations(range(8)), st.data())
-def test_counters_commute_and_leave_the_version(playbook: Playbook, order: list[int], data: st.DataObject) -> None:
-    known = [bullet.id for bullet in playbook.bullets] + ["oth-99"]
-    pairs = st.tuples(st.sampled_from(known), st.sampled_from(["helpful", "harmful", "neutral"]))
-    batches = data.draw(st.lists(st.lists(pairs, max_size=3), min_size=8, max_size=8))
-    forth = back = playbook
-    for batch in batches:
-        forth = forth.tagged(batch)  # pyright: ignore[reportArgumentType]
-    for index in order:
-        back = back.tagged(batches[index])  # pyright: ignore[reportArgumentType]
-    assert forth == back
-    assert forth.version == playbook.version
-
-
-@pytest.mark.parametrize("word", ["great", None, ["helpful"]])
-def test_a_word_that_is_no_tag_is_refused_by_name(word: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"of 'oth-1', expected one of \('helpful'"):
-        Playbook().adding("other", "x").tagged([("oth-1", word)])
-
-
 LEARNT = Playbook().adding("formulas", "a = b").adding("strategies", "Think.\nTwice.").tagged([("for-1", "harmful")])
-
-
-def test_a_rendered_playbook_shows_every_bullet_with_its_counters() -> None:
-    assert LEARNT.render().splitlines()[2:] == [
-        "## strategies",
-        "[str-2] helpful=0 harmful=0 Think.",
-        "  Twice.",
-        "## formulas",
-        "[for-1] helpful=0 harmful=1 a = b",
-        CLOSING,
-    ]
-    assert Playbook().render() == ""
 
 
 def test_markdown_has_a_heading_a_section_and_an_item_a_bullet() -> None:
@@ -169,15 +121,3 @@ def test_no_content_can_close_the_playbook_or_open_another(text: str) -> None:
         if content:
             rendered = Playbook().adding("other", content).render()
             assert rendered.count(OPENING) == rendered.count(CLOSING) == 1
-
-
-@given(PLAYBOOKS, PLAYBOOKS)
-def test_an_instruction_has_one_playbook_at_most_and_gets_its_text_back(first: Playbook, second: Playbook) -> None:
-    once = attached("Answer.\n\nBe brief.", first.render())
-    assert attached(once, second.render()) == attached("Answer.\n\nBe brief.", second.render())
-    assert detached(once) == "Answer.\n\nBe brief."
-
-
-def test_citations_are_ids_of_the_playbook_in_whatever_form() -> None:
-    playbook = Playbook().adding("other", "a").adding("formulas", "b")
-    assert playbook.cited('["FOR-2", [oth-1], oth-1; oth-12 and str-1]') == ("for-2", "oth-1")

@@ -103,23 +103,6 @@ def test_lockstep_aborted_anywhere_goes_on_as_if_it_had_not_been(
     assert list(wrongs(tmp_path)) == []
 
 
-@pytest.mark.long
-def test_lockstep_aborted_again_and_again_goes_on_as_if_it_had_not_been(
-    tmp_path: Path, uninterrupted: tuple[Any, Refusing]
-) -> None:
-    whole, _ = uninterrupted
-    for _ in range(60):
-        try:
-            program, _ = compiled(tmp_path / "run", 12, schedule="lockstep")
-            break
-        except RunAbortedError:
-            assert list(wrongs(tmp_path)) == []
-    else:
-        pytest.fail("it makes no progress")
-    assert facts(program) == facts(whole)
-    assert list(wrongs(tmp_path)) == []
-
-
 def test_aborted_samples_run_again_with_what_was_paid_for_them(tmp_path: Path) -> None:
     for at in (15, 20):
         with pytest.raises(RunAbortedError):
@@ -197,11 +180,6 @@ def test_another_run_is_refused_by_name_before_anything_is_paid(
 def test_a_stream_is_not_resumed_and_a_log_dir_for_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="a stream cannot be read again"):
         AsyncACE(digits, log_dir=tmp_path).adapt(SlowChain(), TRAIN)
-
-
-def test_a_log_dir_that_is_no_path_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="log_dir is 3"):
-        AsyncACE(digits, log_dir=3)  # type: ignore[arg-type]
 
 
 # kill -9

@@ -73,13 +73,6 @@ def test_what_is_learnt_later_builds_on_the_best_validated_playbook() -> None:
     assert max(snapshot.score for snapshot in program.async_stats.snapshots) == pytest.approx(0.7)
 
 
-def test_a_rolled_back_bullet_s_id_is_not_used_again_and_versions_only_grow() -> None:
-    program = learnt(LESSONS)
-    assert [bullet.id for bullet in program.playbook.bullets] == ["oth-1", "oth-4"]
-    versions = [snapshot.version for snapshot in program.async_stats.snapshots]
-    assert versions == sorted(set(versions))
-
-
 def test_lockstep_goes_on_from_the_newest_playbook_as_ace_does() -> None:
     program = learnt(LESSONS, schedule="lockstep")
     assert program.async_stats.rolled_back == 0

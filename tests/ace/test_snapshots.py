@@ -50,15 +50,6 @@ class Validations:
         anyio.run(self.left.pop(0))
 
 
-def test_a_snapshot_is_taken_every_so_many_samples() -> None:
-    of = Validations(every=3)
-    for number in range(1, 8):
-        of.learnt(number)
-        while of.left:
-            of.end_one()
-    assert of.begun == [3, 6]
-
-
 def test_of_those_that_wait_the_newest_is_validated() -> None:
     of = Validations()
     of.learnt(1, 2, 3, 4)
@@ -67,45 +58,6 @@ def test_of_those_that_wait_the_newest_is_validated() -> None:
     of.end_one()
     assert of.begun == [1, 4]
     assert (of.snapshots.is_validating, of.left) == (False, [])
-
-
-def test_a_version_is_validated_once() -> None:
-    of = Validations()
-    of.learnt(1, 1)
-    of.end_one()
-    of.learnt(1)
-    assert (of.begun, of.left) == ([1], [])
-
-
-def test_the_last_playbook_is_validated_unless_its_version_has_a_score() -> None:
-    for last, begun in ((1, [1]), (2, [1, 2])):
-        of = Validations()
-        of.learnt(1)
-        of.end_one()
-        anyio.run(of.snapshots.finish, version(last))
-        assert of.begun == begun
-
-
-def test_one_that_got_no_score_is_not_the_best_and_is_tried_again_at_the_end() -> None:
-    of = Validations()
-    of.scores[1] = None
-    of.learnt(1)
-    of.end_one()
-    assert of.snapshots.best is None
-    del of.scores[1]
-    anyio.run(of.snapshots.finish, version(1))
-    assert of.snapshots.best is not None
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_the_best_is_the_first_with_the_highest_score(scores: list[float]) -> None:
-    of = Validations()
-    of.scores = dict(enumerate(scores))
-    for number in range(len(scores)):
-        of.learnt(number)
-        of.end_one()
-    assert of.snapshots.best is not None
-    assert of.snapshots.best.version == scores.index(max(scores))
 
 
 @given(st.integers(8, 40), st.lists(st.integers(0, 4), max_size=12))
@@ -146,14 +98,3 @@ def test_a_first_one_without_an_answer_is_tried_again_at_the_next_snapshot() -> 
     assert of.begun == [0, 0, 1]
     assert of.snapshots.best is not None
     assert of.snapshots.best.version == 0
-
-
-def test_a_first_one_without_an_answer_is_tried_again_at_the_end() -> None:
-    of = Validations(every=9)
-    of.scores[0] = None
-    anyio.run(of.snapshots.begin, version(0))
-    of.end_one()
-    of.scores[0] = 0.9
-    of.learnt(1)
-    anyio.run(of.snapshots.finish, version(1))
-    assert of.begun == [0, 1, 0]

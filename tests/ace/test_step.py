@@ -9,8 +9,6 @@ from typing import Any
 import anyio
 import dspy
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncACE, Playbook
 from dspy_flashevolve.observe.statistics import AceStats
@@ -119,12 +117,6 @@ def learnt(
 RIGHT = (1.0,)
 
 
-def test_a_right_answer_is_reflected_on_once_and_not_tried_again() -> None:
-    run = learnt(Script(RIGHT))
-    assert run.way() == ["attempt", "reflect", "curate"]
-    assert (run.stats.right_at_once, run.stats.corrected) == (1, 0)
-
-
 def test_a_wrong_answer_is_tried_again_with_the_reflection_until_it_is_right() -> None:
     run = learnt(Script((0.0, 0.0, 1.0)))
     assert run.way() == ["attempt", "reflect", "attempt", "reflect", "attempt", "curate"]
@@ -133,14 +125,6 @@ def test_a_wrong_answer_is_tried_again_with_the_reflection_until_it_is_right() -
     assert all(("Insight: an insight" in prompt) == told for prompt, told in zip(run.prompts, advised, strict=True))
     assert (run.stats.right_at_once, run.stats.corrected) == (0, 1)
     assert run.stats.windows[0].scored == 1
-
-
-@settings(max_examples=5)
-@given(st.integers(1, 5))
-def test_no_sample_has_more_rounds_than_it_may(max_rounds: int) -> None:
-    way = learnt(Script(), max_rounds=max_rounds).way()
-    assert way.count("reflect") == max_rounds
-    assert way.count("attempt") == 1 + max_rounds
 
 
 def test_a_reflection_that_says_nothing_ends_the_rounds_and_its_tags_still_count() -> None:
@@ -163,16 +147,6 @@ def test_tags_of_what_went_meanwhile_count_nothing() -> None:
     run = learnt(late, Script(RIGHT, operations=[{"type": "REMOVE", "id": "oth-1"}]))
     assert run.stats.problems["tag of a gone bullet"] == 1
     assert run.stats.tags == {}
-
-
-def test_operations_are_applied_and_what_is_wrong_with_some_does_not_stop_the_others() -> None:
-    removes = [{"type": "REMOVE", "id": "oth-9"}, {"type": "REMOVE", "id": "oth-1"}]
-    run = learnt(Script(RIGHT, operations=[add("Sum first."), add("x", "nowhere"), *removes]))
-    assert run.stats.ended["committed"] == 1
-    assert run.texts == ["Round late.", "Sum first."]
-    assert run.stats.operations == {"add": 1, "remove": 1}
-    problems = {kind: count for kind, count in run.stats.problems.items() if kind not in ("unknown tag",)}
-    assert problems == {"unknown operation": 1, "unknown section": 1, "unknown id": 1}
 
 
 def test_the_next_attempt_is_shown_the_counters_as_its_own_sample_has_moved_them() -> None:

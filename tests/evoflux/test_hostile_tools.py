@@ -87,25 +87,3 @@ def test_an_order_in_an_output_calls_nothing() -> None:
     assert made.is_complete
     assert made.execution.outputs["k"] == {"kept": page()}
     assert called == []
-
-
-def test_a_tool_that_vanished_after_the_plan_is_an_error_of_its_node() -> None:
-    class Session:
-        """An MCP session whose tool is gone when it is called."""
-
-        async def list_tools(self) -> Any:
-            from types import SimpleNamespace
-
-            listed = SimpleNamespace(
-                name="look", description="", inputSchema={"type": "object"}, outputSchema=None,
-                annotations=SimpleNamespace(readOnlyHint=True, idempotentHint=None),
-            )  # fmt: skip
-            return SimpleNamespace(tools=[listed])
-
-        async def call_tool(self, name: str, arguments: Any) -> Any:
-            raise KeyError(f"unknown tool {name}")
-
-    program = Evoflux("question -> answer", tools=[Session()], max_candidates=1)
-    with dspy.context(lm=ScriptedPlanner([{"nodes": [{"id": "a", "tool": "look"}]}]).lm):
-        made = run(lambda: program.acall(question="?"))
-    assert made.execution.runs[0].error == "KeyError: 'unknown tool look'"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
 import sys
 from pathlib import Path
 
@@ -101,18 +100,6 @@ def test_a_server_that_hangs_is_an_error_of_its_node_and_no_process_is_left(tmp_
     assert children() == before
 
 
-@pytest.mark.usefixtures("sdk")
-def test_a_server_that_dies_is_an_error_of_its_node(tmp_path: Path) -> None:
-    async def main() -> dspy.Prediction:
-        async with world(tmp_path) as notes:
-            planner = ScriptedPlanner([plan(("d", "die", {}))])
-            return await answered(notes, planner, max_candidates=1)
-
-    made = asyncio.run(main())
-    assert made.execution.runs[0].status == "failed"
-    assert made.answer is None
-
-
 def test_without_the_sdk_the_error_says_which_extra_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = importlib.import_module
 
@@ -124,12 +111,6 @@ def test_without_the_sdk_the_error_says_which_extra_to_install(monkeypatch: pyte
     monkeypatch.setattr(importlib, "import_module", without)
     with pytest.raises(ConfigurationError, match=r"dspy-flashevolve\[evoflux\]"):
         asyncio.run(world(tmp_path).list_tools())
-
-
-@pytest.mark.usefixtures("sdk")
-def test_a_server_that_does_not_start_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="did not start"):
-        asyncio.run(DirectoryWorld(tmp_path, {"nothing": [os.devnull]}).list_tools())
 
 
 @pytest.mark.usefixtures("sdk")

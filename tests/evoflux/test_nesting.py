@@ -59,12 +59,6 @@ def test_the_requests_of_nested_runs_stay_within_the_outer_slots(slots: int) -> 
     assert all(each.is_complete for each in made)
 
 
-def test_a_nested_run_does_not_hold_the_slot_that_it_waits_in() -> None:
-    """With one outer slot it could make no request else; with six, all six calls of its plan are made at once."""
-    assert nested(1, questions=1)[2][0].is_complete
-    assert nested(6, questions=1)[1] == 6
-
-
 def test_questions_at_the_same_time_share_the_slots() -> None:
     now = most = 0
 

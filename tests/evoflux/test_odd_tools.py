@@ -49,17 +49,6 @@ def test_a_text_goes_from_tool_to_tool_as_it_is_even_if_it_looks_like_json(text:
     assert written == [text]
 
 
-def test_a_field_of_a_text_that_is_json_can_be_referred_to_too() -> None:
-    def fetch() -> str | None:
-        return PACKAGE
-
-    def upper(text: str) -> str:
-        return text.upper()
-
-    made = ask([node("a", "fetch"), node("b", "upper", text={"$ref": "a.name"})], [fetch, upper])
-    assert made.execution.outputs["b"] == "APP"
-
-
 def test_what_a_function_or_an_mcp_server_does_not_require_may_be_left_out() -> None:
     calls: list[dict[str, Any]] = []
 
@@ -83,33 +72,6 @@ def test_what_a_function_or_an_mcp_server_does_not_require_may_be_left_out() -> 
     assert calls == [{"query": "tea"}, {"path": "x"}]
 
 
-def test_a_parameter_that_may_be_anything_is_no_error() -> None:
-    schema = {"properties": {"value": True}, "required": ["value"]}
-    spec = tools.ToolSpec("take", "", schema, None, "read", lambda value: value)
-    edits = [[node("a", "take", value=3)]]
-    assert ask([node("a", "take")], [spec], edits=edits).execution.outputs == {"a": 3}
-
-
-def test_a_timeout_that_a_tool_raises_itself_is_told_in_its_words() -> None:
-    def query() -> str:
-        raise TimeoutError("database is locked")
-
-    made = ask([node("a", "query")], [query], max_candidates=1)
-    assert (made.execution.runs[0].fault, made.execution.runs[0].error) == (
-        "exception", "TimeoutError: database is locked",
-    )  # fmt: skip
-
-
-def test_an_input_that_is_no_json_is_no_value_for_a_parameter() -> None:
-    def look(image: Any) -> str:
-        return "seen"
-
-    program = Evoflux("image: dspy.Image, question -> answer", tools=[look], effects="read")
-    with dspy.context(lm=ScriptedPlanner([{"nodes": [node("a", "look")]}], [[node("a", "look", image=1)]]).lm):
-        made = run(lambda: program.acall(image=dspy.Image(url="data:image/png;base64,aaaa"), question="?"))
-    assert made.is_complete
-
-
 @pytest.mark.parametrize(
     ("content", "output"),
     [
@@ -128,15 +90,6 @@ def test_what_a_server_answers_is_never_dropped_in_silence(content: list[Any], o
             return SimpleNamespace(content=content, isError=False, structuredContent=None)
 
     assert asyncio.run(tools.call_mcp(Session(), "x", {})) == output
-
-
-def test_a_copy_that_fails_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "data").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("shutil.copytree", lambda *given, **more: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        asyncio.run(DirectoryWorld(tmp_path / "data", {}).fork())
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 def test_where_a_check_says_no_nothing_is_written() -> None:
@@ -245,11 +198,6 @@ def test_a_reply_that_cannot_be_read_is_asked_for_anew_though_dspy_caches_and_wi
 def test_an_output_that_has_a_name_of_evofluxs_own_is_refused(field: str) -> None:
     with pytest.raises(ConfigurationError, match="rename"):
         Evoflux(f"question -> {field}", tools=TOOLS)
-
-
-def test_a_mechanism_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"without has \['edit'\]"):
-        Evoflux("question -> answer", tools=TOOLS, without=["edit"])  # type: ignore[list-item]
 
 
 class Stuck:

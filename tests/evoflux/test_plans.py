@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import keyword
 from typing import Any
 
 import dspy
@@ -15,10 +14,9 @@ from pydantic import BaseModel
 
 from dspy_flashevolve.evoflux import Evoflux, ToolSpec, Workflow
 from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan
-from dspy_flashevolve.evoflux.tools import python_names, stub_of
+from dspy_flashevolve.evoflux.tools import stub_of
 from dspy_flashevolve.sim.virtual import run
-from tests.evoflux.worlds import READS, TOOLS, ScriptedPlanner, reply_for
-from tests.fakes import fake_lm
+from tests.evoflux.worlds import READS, TOOLS, ScriptedPlanner
 
 
 def spec(name: str, inputs: Any, required: list[str], output: Any = None, effect: Any = "read") -> ToolSpec:
@@ -125,28 +123,12 @@ def test_nodes_in_json_may_name_their_arguments_otherwise_and_be_written_as_pyth
             read_plan(json.dumps(wrong), CATALOGUE)
 
 
-def test_texts_are_joined_of_what_is_known_later() -> None:
-    parts = ["Sku ", {"$ref": "a.sku"}, "!"]
-    for text in ("f\"Sku {a['sku']}!\"", "'Sku ' + a['sku'] + '!'"):
-        assert nodes(f"a = find(name='tea')\nfind(name={text})")[1][2] == {"name": {"$text": parts}}
-    assert nodes("a = find(name='t' + 'ea')") == [FIND]
-    assert nodes("a = find(name=f'{\"te\"}a')") == [FIND]
-
-
 def test_a_joined_text_reaches_the_tool_as_one_text() -> None:
     plan = "city = find_city(name='Oslo')\nout = send(text=f\"{city['country']}: {city['id']}, {city}\")"
     program = Evoflux("question -> answer", tools=TOOLS, effects=READS | {"send": "read"})
     with dspy.context(lm=ScriptedPlanner([plan]).lm):
         made = run(lambda: program.acall(question="?"))
     assert made.execution.outputs["out"] == 'sent Norway: 7, {"id": 7, "country": "Norway"}'
-
-
-def test_a_field_of_a_joined_text_that_is_not_there_is_repaired_as_any_other() -> None:
-    plan = "city = find_city(name='Oslo')\nout = send(text=f\"in {city['countri']}\")"
-    program = Evoflux("question -> answer", tools=TOOLS, effects=READS | {"send": "read"}, without=["LM edits"])
-    with dspy.context(lm=ScriptedPlanner([plan]).lm):
-        made = run(lambda: program.acall(question="?"))
-    assert made.execution.outputs["out"] == "sent in Norway"
 
 
 def test_an_input_may_be_named_and_a_word_of_it_may_lack_its_quotes() -> None:
@@ -221,53 +203,12 @@ def test_what_a_workflow_cannot_say_is_refused_with_the_line(text: str, message:
         read_plan(text, CATALOGUE)
 
 
-def test_a_planner_is_told_of_a_plan_that_could_not_be_read() -> None:
-    planner = ScriptedPlanner(["while True: find_city()", "city = find_city(name='Oslo')"])
-    with dspy.context(lm=planner.lm):
-        made = run(lambda: Evoflux("question -> answer", tools=TOOLS, effects=READS).acall(question="?"))
-    assert made.is_complete
-    assert made.stats.unusable_replies == 1
-    assert "no loops" in planner.prompts[1]
-
-
 def test_a_planner_is_told_of_a_bad_reply_once() -> None:
     planner = ScriptedPlanner(["while True: find_city()", "find_city(name='X')"], ["find_city(name='Oslo')"])
     program = Evoflux("question -> answer", TOOLS, effects=READS)
     with dspy.context(lm=planner.lm):
         assert run(lambda: program.acall(question="?")).is_complete
     assert ["no loops" in prompt for prompt in planner.prompts] == [False, True, False, False]
-
-
-def test_the_last_item_of_a_list_can_be_referred_to() -> None:
-    rows = {"type": "array", "items": TEXT}
-    tools = CATALOGUE | {"rows": spec("rows", {}, [], {"type": "object", "properties": {"rows": rows}})}
-    flow = read_plan("a = rows()\nfind(name=a['rows'][-1])", tools)
-    assert flow.check(tools) == []
-
-
-def test_a_keyword_is_no_identifier() -> None:
-    flow = Workflow.from_json([{"id": "from", "tool": "find", "parameters": {"name": "x"}}])
-    assert [complaint.path for complaint in flow.check(CATALOGUE)] == [("id",)]
-
-
-def test_an_output_that_is_nested_too_deeply_is_an_error_of_its_node() -> None:
-    def deep() -> Any:
-        return "[" * 600 + "]" * 600
-
-    def keep(value: Any) -> str:
-        return "kept"
-
-    program = Evoflux("question -> answer", [deep, keep], effects="read", max_candidates=1)
-    with dspy.context(lm=ScriptedPlanner(["a = deep()\nb = keep(value=a)"]).lm):
-        made = run(lambda: program.acall(question="?"))
-    assert [each.status for each in made.execution.runs] == ["ran", "failed"]
-
-
-def test_half_an_emoji_goes_no_further() -> None:
-    for text in ("a = find(name='\\ud83d')", "a = find(name='\ud83d')"):
-        read = read_plan(text, CATALOGUE)
-        str(read).encode()
-        as_python(read).encode()
 
 
 TOKENS = (
@@ -319,25 +260,6 @@ def test_a_workflow_that_is_written_as_python_is_read_as_the_same_workflow(param
     assert read_plan(text, CATALOGUE) == flow
 
 
-def test_a_planner_sees_tools_as_stubs_of_functions() -> None:
-    day = {"enum": ["monday", "friday"], "description": "The day\nof it."}
-    point = {"type": "object", "properties": {"x": {"type": "number"}, "tags": {"type": "array", "items": TEXT}}}
-    count = {"type": "integer", "minimum": 1, "default": 3}
-    maybe = {"anyOf": [TEXT, {"type": "null"}], "description": "Or none."}
-    inputs = {"note": maybe, "from": TEXT, "day": day, "at": point | {"required": ["x"]}, "count": count, "any": {}}
-    made = spec(
-        "get-time", inputs, ["day", "at"], {"type": "object", "properties": {"id": TEXT}, "required": ["id"]}, "write"
-    )
-    shown = stub_of(made)
-    assert shown.splitlines()[0] == (
-        "def get_time(day: Literal['monday', 'friday'], at: {'x': float, 'tags'?: list[str]}, note: str | None = ..., "
-        "**{'from': str = ...}, count: int = 3, any: Any = ...) -> {'id': str}: ...  # [write] Does get-time."
-    )
-    assert "    # day: The day of it." in shown
-    assert '    # count: {"minimum": 1}' in shown
-    assert "    # note: Or none." in shown
-
-
 ITEM = {"type": "object", "properties": {"sku": {"type": "string", "description": "CODE"}}, "required": ["sku"]}
 
 
@@ -361,36 +283,6 @@ def test_a_stub_shows_what_a_parameter_may_be(schema: dict[str, Any], shown: str
     stub = stub_of(made)
     assert f"(p: {shown})" in stub
     assert "CODE" in stub
-
-
-def test_a_stub_stays_short_where_a_schema_refers_to_itself() -> None:
-    parts = {f"part{number}": {"$ref": "#/$defs/Filter"} for number in range(10)}
-    made = spec("t", {"p": {"$ref": "#/$defs/Filter"}}, ["p"])
-    made.input_schema["$defs"] = {"Filter": {"type": "object", "properties": parts}}
-    assert len(stub_of(made)) < 7000
-
-
-def test_a_stub_shows_what_is_said_of_all_parameters_together() -> None:
-    made = spec("t", {"a": TEXT}, [])
-    made.input_schema.update({"additionalProperties": True, "anyOf": [{"required": ["a"]}]})
-    assert "**others: Any" in stub_of(made)
-    assert '"anyOf": [{"required": ["a"]}]' in stub_of(made)
-
-
-def test_tools_of_one_name_in_python_can_both_be_called() -> None:
-    tools = {name: spec(name, {"name": TEXT}, ["name"]) for name in ("get-time", "get_time", "get.time")}
-    names = python_names(tools)
-    assert names["get_time"] == "get_time"
-    for tool in tools:
-        flow = Workflow.from_json([{"id": "a", "tool": tool, "parameters": {"name": "x"}}])
-        assert read_plan(as_python(flow, names), tools) == flow
-
-
-@given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8) | st.sampled_from(keyword.kwlist))
-def test_every_name_of_a_tool_can_be_called_in_a_plan(name: str) -> None:
-    tools = {name: spec(name, {"name": TEXT}, ["name"])}
-    flow = Workflow.from_json([{"id": "a", "tool": name, "parameters": {"name": "x"}}])
-    assert read_plan(as_python(flow), tools).nodes[0].tool == name
 
 
 class Item(BaseModel):
@@ -418,47 +310,6 @@ def test_inputs_and_outputs_that_look_like_references_are_data() -> None:
     )
 
 
-def test_an_input_of_models_can_be_named_in_a_plan() -> None:
-    def keep(first: Any) -> str:
-        kept.append(first)
-        return "kept"
-
-    kept: list[Any] = []
-    signature = dspy.Signature("items -> answer").with_updated_fields("items", type_=list[Item])
-    with dspy.context(lm=ScriptedPlanner(["keep(first=items)"]).lm):
-        run(lambda: Evoflux(signature, [keep], effects="read").acall(items=[Item(name="tea")]))
-    assert kept == [[{"name": "tea"}]]
-
-
-def test_another_module_may_stand_in_the_place_of_a_predictor() -> None:
-    def reply(prompt: str) -> str:
-        if "[[ ## plan ## ]]" in prompt:
-            return reply_for(prompt, reasoning="-", plan="city = find_city(name='Oslo')")
-        return reply_for(prompt, answer="7", citations="[]")
-
-    program = Evoflux("question -> answer", TOOLS, effects=READS)
-    program.plan = dspy.ChainOfThought(program.plan.signature)
-    with dspy.context(lm=fake_lm(reply)):
-        assert run(lambda: program.acall(question="?")).is_complete
-
-
-def test_a_tool_whose_error_has_half_an_emoji_ends_no_search() -> None:
-    def bad(number: int) -> int:
-        raise ValueError("\ud83d")
-
-    planner = ScriptedPlanner(["bad(number=1)"], ["bad(number=2)"])
-    with dspy.context(lm=planner.lm):
-        made = run(lambda: Evoflux("question -> answer", [bad], effects="read", max_candidates=2).acall(question="?"))
-    assert made.answer is None
-    for prompt in planner.prompts:
-        prompt.encode()
-
-
-def test_a_read_after_a_write_is_made_again() -> None:
-    text = "a = find('tea')\norder(a['sku'], 1)\nsend(to='b', text=find('tea')['sku'])"
-    assert [tool for _, tool, _ in nodes(text)] == ["find", "order", "find", "send"]
-
-
 def test_no_value_of_a_writing_call_is_lost_in_a_repair() -> None:
     ordered: list[int] = []
 
@@ -470,12 +321,6 @@ def test_no_value_of_a_writing_call_is_lost_in_a_repair() -> None:
         with dspy.context(lm=ScriptedPlanner([f"order(sku='x', {argument})"]).lm):
             run(lambda: Evoflux("question -> answer", [order], without=["LM edits"]).acall(question="?"))
     assert ordered == []  # they are left to the LM
-
-
-def test_a_pattern_of_another_language_does_not_end_a_question() -> None:
-    made = spec("look", {"name": {"type": "string", "pattern": r"^\p{L}+$"}}, ["name"])
-    with dspy.context(lm=ScriptedPlanner(["look(name='tea')"]).lm):
-        assert run(lambda: Evoflux("question -> answer", [made]).acall(question="?")).is_complete
 
 
 def test_a_tool_that_raises_stop_iteration_is_told_at_once() -> None:

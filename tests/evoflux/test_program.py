@@ -29,10 +29,6 @@ def test_a_plan_that_runs_is_answered_from_what_it_gave() -> None:
     assert made.stats.tool_calls == 2
 
 
-def test_citations_name_nodes_that_ran_and_no_others() -> None:
-    assert ask(ScriptedPlanner([GOOD])).citations == ["city", "now"]
-
-
 @pytest.mark.parametrize(
     "flaw",
     [
@@ -249,21 +245,6 @@ def test_replies_that_are_no_workflow_end_the_search_not_the_run() -> None:
     assert made.answer is None
     assert not made.is_complete
     assert made.stats.unusable_replies > 0
-
-
-def test_it_is_called_synchronously_too() -> None:
-    program = Evoflux("question -> answer", tools=TOOLS, effects=READS)
-    with dspy.context(lm=ScriptedPlanner([GOOD]).lm):
-        assert program(question="How warm is it in Oslo?").answer == "4 degrees"
-
-
-def test_instructions_are_saved_and_loaded(tmp_path: object) -> None:
-    first, second = (Evoflux("question -> answer", tools=TOOLS, effects=READS) for _ in range(2))
-    first.plan.signature = first.plan.signature.with_instructions("Plan well.")
-    first.save(f"{tmp_path}/program.json")
-    second.load(f"{tmp_path}/program.json")
-    assert second.plan.signature.instructions == "Plan well."
-    assert {name for name, _ in second.named_predictors()} == {"plan", "edit", "answer"}
 
 
 def test_the_planner_lm_plans_and_the_configured_lm_answers() -> None:

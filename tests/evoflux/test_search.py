@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from dspy_flashevolve.evoflux import Execution, NodeRun
-from dspy_flashevolve.evoflux.program import (
-    evidence,
-)
 from tests.evoflux.test_program import ask
 from tests.evoflux.worlds import ScriptedPlanner
-
-
-def test_leaving_a_planned_node_out_is_no_evidence() -> None:
-    ran = Execution((NodeRun("a", "t", "ran"),))
-    assert evidence(ran, planned=1) == 1
-    assert evidence(ran, planned=2) == 0.5
-    assert evidence(Execution((NodeRun("a", "t", "failed", fault="output"),)), planned=1) == 0.5
 
 
 def test_a_check_of_the_goal_chooses_between_workflows_that_run() -> None:
@@ -60,28 +47,3 @@ def test_an_edit_that_leaves_out_what_was_planned_ends_no_search_and_is_what_run
         assert made.execution.is_complete
         assert made.is_complete == (nodes == 2)
         assert len(made.workflow.nodes) == nodes
-
-
-def test_an_edit_that_was_tried_before_is_told_so() -> None:
-    def never(number: int) -> int:
-        raise ValueError("no")
-
-    plan = "a = never(number=1)"
-    planner = ScriptedPlanner([plan], [plan, "a = never(number=2)"])
-    ask(planner, [never], "read", max_candidates=2)
-    asked = [each for kind, each in zip(planner.asked, planner.prompts, strict=True) if kind == "edit"]
-    assert ["tried before" in each for each in asked] == [False, True]
-
-
-@pytest.mark.parametrize(("own", "then"), [(0.0, 1.0), (None, 1.0), (0.3, 0.3)])
-def test_further_requests_are_made_at_the_planners_own_temperature_if_it_has_one(
-    own: float | None, then: float
-) -> None:
-    def never(number: int) -> int:
-        raise ValueError("no")
-
-    planner = ScriptedPlanner(["a = never(number=1)"], ["a = never(number=2)"])
-    planner.lm.kwargs["temperature"] = own
-    ask(planner, [never], "read", max_candidates=2)
-    assert planner.asked[1] == "edit"
-    assert planner.lm.history[1]["kwargs"]["temperature"] == then

@@ -11,14 +11,11 @@ from typing import Any
 
 import dspy
 import pytest
-from dspy.utils.exceptions import LMAuthError, LMServerError, LMUnsupportedModelError
+from dspy.utils.exceptions import LMAuthError, LMUnsupportedModelError
 
 from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, Harness, RunAbortedError
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.harness.evaluating import task_of
-from dspy_flashevolve.harness.program import as_json, call_in_thread
-from dspy_flashevolve.sandbox.contract import HEADER, LmRequest, decode, encode
-from dspy_flashevolve.sandbox.sandbox import Sandbox
 from tests.fakes import fake_lm, reply_for
 from tests.harness.child import reply
 
@@ -101,11 +98,6 @@ def harness(source: str, signature: str = "question -> answer", **arguments: Any
 # Texts that UTF-8 cannot have.
 
 
-def test_half_a_surrogate_pair_that_a_child_sends_is_replaced_and_a_whole_pair_is_a_character() -> None:
-    assert decode(rb'{"a\ud800": ["\uD800 x", "\ud83d\ude00", "\\ud800"]}') == {"a?": ["? x", "\U0001f600", "\\ud800"]}
-    assert decode(encode({"a": "\ud800"})[HEADER.size :]) == {"a": "?"}
-
-
 BREAKS_TEXTS = r"""
 class A(dspy.Module):
     def forward(self, question):
@@ -124,22 +116,7 @@ def test_no_text_of_a_candidate_keeps_proposers_from_reading_the_archive(tmp_pat
     "".join(proposer.prompts).encode()
 
 
-def test_half_a_surrogate_pair_in_a_reply_of_the_lm_is_replaced() -> None:
-    request = LmRequest([{"role": "user", "content": "x"}])
-    assert call_in_thread(fake_lm(lambda prompt: "cut \ud83d"), request).outputs == ["cut ?"]
-
-
 # Data that JSON does not have.
-
-
-def test_what_has_no_json_form_becomes_null_or_its_repr() -> None:
-    circle: list[Any] = []
-    circle.append(circle)
-    assert as_json([float("nan"), {"a": float("-inf")}]) == [None, {"a": None}]
-    assert as_json(b"\xff") == r"b'\xff'"
-    assert as_json(circle) == "[[...]]"
-    assert as_json("\ud800") == "?"
-    assert as_json({"when": {1}, "what": object}) == {"when": [1], "what": "<class 'object'>"}
 
 
 @pytest.mark.parametrize("label", [float("nan"), b"\xff"])
@@ -179,12 +156,6 @@ def test_a_refusal_of_a_candidates_own_request_is_told_to_the_candidate(error: E
     assert len(results.candidates) == 2
 
 
-@pytest.mark.parametrize("error", REFUSALS, ids=["403", "404"])
-def test_a_refusal_before_anything_was_answered_ends_the_run(error: Exception) -> None:
-    with pytest.raises(RunAbortedError):
-        search(Proposer(answering("0")), lm=refusing(error, always=True))
-
-
 def test_a_refused_key_ends_the_run_at_any_time() -> None:
     with pytest.raises(RunAbortedError, match="Check the API key"):
         search(Proposer(ASKS), lm=refusing(LMAuthError(message="no such key", model="m", status=401)))
@@ -210,12 +181,6 @@ def test_a_cost_that_is_no_number_is_an_error_that_names_it(cost: Any, message: 
         search(Proposer(answering("0")), cost=cost)
 
 
-def test_a_cost_may_be_a_number_of_numpy(tmp_path: Path) -> None:
-    numpy = pytest.importorskip("numpy")
-    results = search(Proposer(answering("0")), cost=lambda outcome: numpy.int64(3), log_dir=tmp_path)
-    assert [candidate.cost for candidate in results.candidates] == [3.0, 3.0]
-
-
 # A harness as a program.
 
 
@@ -236,18 +201,6 @@ def test_a_harness_runs_in_a_forked_process() -> None:
         finally:
             child.kill()
             child.join()
-
-
-def test_a_harness_returns_the_output_fields_of_its_signature_and_no_others() -> None:
-    source = forward("return dspy.Prediction({name: 'x' for name in ('self', 'base', '_store', 'answer')})")
-    with dspy.context(lm=fake_lm(str)):
-        assert dict(harness(source)(question="?").items()) == {"answer": "x"}
-        assert dict(harness(source, "question -> self, base")(question="?").items()) == {"self": "x", "base": "x"}
-
-
-def test_only_the_inputs_of_the_signature_reach_a_harness() -> None:
-    with dspy.context(lm=fake_lm(str)):
-        assert harness(answering("7"))(question="?", id=3).answer == "7"
 
 
 # Inputs that the signature does not have.
@@ -300,17 +253,6 @@ def test_a_candidate_that_needs_its_memory_is_checked_with_one() -> None:
     assert results.candidates[1].memory == {"seen": [example.question for example in TRAIN]}
 
 
-def test_with_few_lessons_a_candidate_is_checked_on_what_it_has_learnt_from() -> None:
-    assert search(Proposer(NEEDS_MEMORY), train=TRAIN[:2]).failed == ()
-
-
-def test_where_nothing_is_learnt_from_a_draft_is_run_without_learning() -> None:
-    source = answering("0", "self.memory = batch[-1]")
-    proposer = Proposer(source, runs_of(source, 0))
-    assert len(search(proposer, val=None).candidates) == 2
-    assert "in learn" not in proposer.prompts[-1]
-
-
 ASKS_MUCH = answering("0", "[dspy.settings.lm(str(number)) for number in range(10)]")
 
 
@@ -329,31 +271,3 @@ def test_what_the_run_of_a_draft_costs_is_counted(tmp_path: Path) -> None:
     assert check(tmp_path).problems == []
     again = search(proposer, metric=counted, log_dir=tmp_path)
     assert again.stats.metric_calls == len(calls), "nothing is paid twice"
-
-
-def test_what_the_lessons_of_a_draft_cost_is_counted_though_the_provider_fails_in_one() -> None:
-    source = forward("return dspy.Prediction(answer=dspy.settings.lm('own: ' + question)[0])", "pass")
-
-    def answer(prompt: str) -> str:
-        if "own: t 3" in prompt:
-            raise LMServerError(message="down", model="m", status=503)
-        return reply_for(prompt, answer="42")
-
-    proposer = Proposer(answering("0"), runs_of(source, 0))
-    results = search(proposer, lm=fake_lm(answer))
-    assert "It was not run (TransientError)" in proposer.prompts[-1]
-    assert results.stats.tokens_by_stage["propose"] == 7 * len(proposer.prompts) + 2 * 7
-
-
-def test_a_draft_that_fails_gravely_in_a_lesson_has_no_more_of_them() -> None:
-    source = forward("open('/etc/passwd')", LEARNS_NOTHING)
-    proposer, jobs = Proposer(answering("0"), runs_of(source, 0)), list[Any]()
-
-    class Watched(Sandbox):
-        async def run(self, job: Any, call_lm: Any) -> Any:
-            jobs.append(job)
-            return await super().run(job, call_lm)
-
-    search(proposer, sandbox=Watched(accept_missing_protection=LAYERS))
-    assert "failed: forbidden" in proposer.prompts[-1]
-    assert sum("passwd" in job.source for job in jobs) == 1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,17 @@ import pytest
 from dspy_flashevolve import RunAbortedError
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
 from dspy_flashevolve.harness.archive import (
-    PAGE_CHARACTERS,
     Archive,
     Draft,
     DraftError,
     Evaluated,
-    Failed,
     Trial,
     drafts_in,
     sources_in,
-    tools_of,
     trace_text,
 )
 from dspy_flashevolve.harness.proposing import Drafts, agent_of
-from dspy_flashevolve.sandbox.contract import Failure, LmRecord, Outcome
+from dspy_flashevolve.sandbox.contract import LmRecord, Outcome
 from tests.fakes import fake_lm
 from tests.harness.child import SOURCE, Learner, reply, run
 from tests.sandbox.worlds import GOOD
@@ -75,27 +71,6 @@ def submitted(text: str, **sources: str) -> list[str]:
 ])  # fmt: skip
 def test_a_line_submits_a_draft_however_it_is_dressed_up(line: str) -> None:
     assert submitted(f"The better one:\n{line}\nIt votes.", a=OTHER, b=GOOD) == [GOOD]
-
-
-@pytest.mark.parametrize(("text", "names"), [
-    ("draft: b, draft: a", "ba"), ("draft: a, b", "ab"), ("drafts: a and b.", "ab"), ("draft: b\ndraft: a", "ba"),
-    ("draft: b\n" * 4 + "draft: a", "ba"), ("Draft: a plan, and b", ""), ("a draft: b", ""), ("draft:", ""),
-])  # fmt: skip
-def test_a_reply_submits_each_draft_that_it_names_once_and_in_its_order(text: str, names: str) -> None:
-    sources = {"a": GOOD, "b": OTHER}
-    assert submitted(text, **sources) == [sources[name] for name in names]
-
-
-def test_own_blocks_and_drafts_are_taken_in_the_order_of_the_reply() -> None:
-    text = f"draft: b\n```python\n{GOOD}```\ndraft: a\n"
-    assert sources_in(text, drafts_with({"a": "x = 1", "b": "y = 2"}).files) == ["y = 2", GOOD, "x = 1"]
-
-
-def test_a_draft_that_is_named_again_and_again_is_read_once() -> None:
-    long = GOOD + "#" * 95_000
-    started = time.process_time()
-    assert submitted("draft: a\n" * 4000, a=long) == [long]
-    assert time.process_time() - started < 5, "it took 45 s when each line became a copy of the source"
 
 
 def test_a_draft_may_hold_fences_and_a_module_a_line_that_looks_like_a_submission() -> None:
@@ -184,33 +159,6 @@ def test_whatever_half_of_an_emoji_comes_from_the_prompts_of_an_agent_are_valid(
     assert not is_valid(trace_text(asyncio.run(scored(Draft("", ""), 0))))
 
 
-def test_the_overview_is_valid_unicode() -> None:
-    archive = archive_of(1)
-    archive.add(Failed(Draft("", ""), Failure("error", HALF_EMOJI)))
-    assert is_valid(archive.overview)
-
-
-def test_the_overview_stays_short_and_has_the_front_the_best_and_the_newest(tmp_path: Path) -> None:
-    archive = archive_of(400, tmp_path)
-    overview = archive.overview
-    lines = overview.splitlines()
-    assert len(overview) < 12_000
-    assert all(f"\n{number:04d}: " in f"\n{overview}" for number in [*archive.front[:10], *range(390, 400)])
-    assert [line.split()[2] for line in lines[:10]] == sorted((line.split()[2] for line in lines[:10]), reverse=True)
-    others = 400 - sum(line[:4].isdigit() for line in lines)
-    assert f"... and {others} others" in overview
-    assert (tmp_path / "overview.txt").read_text().count("\n") == 399
-    assert "others" not in archive_of(10).overview
-
-
-def test_a_search_and_a_listing_return_at_most_a_page() -> None:
-    list_files, _, search_files = tools_of(archive_of(100))
-    for text, count in ((search_files("because"), 100), (list_files(), 400)):
-        shown, more = text.rsplit("\n", 1)
-        assert len(shown) <= PAGE_CHARACTERS
-        assert more.startswith(f"... and {count - len(shown.splitlines())} more")
-
-
 # Runs of drafts.
 
 
@@ -252,30 +200,3 @@ def test_a_provider_that_refuses_for_good_while_a_draft_runs_ends_the_search(tmp
     with pytest.raises(RunAbortedError, match="the key was refused") as caught:
         run(tmp_path, "lockstep", 3, proposer_lm=fake_lm(proposes), sandbox=Refused(lambda name, entry: None))
     assert caught.value.best_program is not None
-
-
-def test_drafts_that_an_agent_runs_at_once_run_one_after_another() -> None:
-    running: list[int] = []
-    most: list[int] = []
-
-    async def slow(draft: Draft, number: int) -> Trial:
-        running.append(number)
-        most.append(len(running))
-        await asyncio.sleep(0)
-        running.pop()
-        return await scored(draft, number)
-
-    async def main() -> Sequence[str]:
-        run_draft = drafts_with({"a": GOOD}, slow).tools(Archive())[-1]
-        return await asyncio.gather(*[run_draft("a", number % 3) for number in range(8)])
-
-    told = asyncio.run(main())
-    assert most == [1] * 6
-    assert sum("used up" in text for text in told) == 2
-
-
-def test_a_candidate_that_was_admitted_is_not_evaluated_again() -> None:
-    admitted = [Evaluated(Draft(GOOD, "Good"), (1.0,), (1.0,))]
-    drafts, problems = drafts_in(sources_in(f"```python\n{GOOD}\n```\n```\n{OTHER}```"), 2, ["question"], admitted, "")
-    assert [draft.class_name for draft in drafts] == ["Other"]
-    assert problems == ["the source is that of candidate 0000"]

@@ -13,7 +13,7 @@ import dspy
 import pytest
 from dspy.utils.exceptions import LMAuthError
 
-from dspy_flashevolve import AsyncMetaHarness, DataError, RunAbortedError
+from dspy_flashevolve import AsyncMetaHarness, RunAbortedError
 from dspy_flashevolve.engine import RunDirectoryError
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.journal import FILE
@@ -110,23 +110,6 @@ def test_a_search_that_an_error_ended_goes_on_as_if_it_had_not_been(
     assert check(tmp_path / "run").problems == []
 
 
-@pytest.mark.long
-def test_a_search_that_ends_again_and_again_pays_nothing_twice(tmp_path: Path, uninterrupted: tuple[Path, Any]) -> None:
-    directory, whole = uninterrupted
-    ended = 0
-    while True:
-        try:
-            cut = run(tmp_path, "lockstep", 3, num_threads=1, lm=fake_lm(Ends(answers, 11)))
-            break
-        except RunAbortedError:
-            ended += 1
-    assert ended > 5
-    assert results_of(cut) == results_of(whole)
-    assert sorted(lines(tmp_path, "scored")) == sorted(lines(directory, "scored"))
-    assert lines(tmp_path, "learnt") == lines(directory, "learnt")
-    assert lines(tmp_path, "proposed") == lines(directory, "proposed")
-
-
 def test_a_proposer_that_was_interrupted_is_asked_again_in_its_direction(tmp_path: Path) -> None:
     def log(name: str, entry: object) -> None:
         pass
@@ -160,17 +143,6 @@ def test_of_a_step_that_was_interrupted_at_its_admission_the_rest_is_admitted(tm
     assert check(tmp_path / "run").problems == []
 
 
-@pytest.mark.long
-def test_a_search_that_its_time_ended_goes_on_with_more_of_it(tmp_path: Path) -> None:
-    first = run(tmp_path, "async", 1000, max_seconds=0.3).detailed_results
-    assert "max_seconds" in first.stats.stop_reason
-    [(begun,)] = rows(tmp_path, "SELECT COUNT(*) FROM steps")
-    more = run(tmp_path, "async", begun + 3).detailed_results
-    assert more.candidates[: len(first.candidates)] == first.candidates
-    assert len(more.candidates) > len(first.candidates)
-    assert more.stats.metric_calls == rows(tmp_path, "SELECT COUNT(*) FROM rollouts")[0][0]
-
-
 class Broken(Learner):
     """A sandbox that fails, or in which no student runs."""
 
@@ -188,13 +160,6 @@ def test_a_student_that_could_not_be_evaluated_is_evaluated_when_the_search_goes
     with pytest.raises(RunAbortedError, match="the student could not be evaluated: the sandbox failed"):
         run(tmp_path, "async", 2, sandbox=Broken(None))
     assert found_so_far(run(tmp_path, "async", 2)) == 5
-
-
-def test_a_student_that_does_not_run_is_the_same_error_again_for_nothing(tmp_path: Path) -> None:
-    for _ in range(2):
-        with pytest.raises(DataError, match="does not run in the sandbox: error: it is broken"):
-            run(tmp_path, "async", 2, sandbox=Broken(Failure("error", "it is broken")))
-    assert rows(tmp_path, "SELECT COUNT(*) FROM rollouts") == [(3,)]
 
 
 def constant_metric(gold: Any, pred: Any, trace: Any = None) -> float:

@@ -10,14 +10,11 @@ import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import dspy
 import pytest
 
 from dspy_flashevolve.harness.archive import Archive, Draft, Evaluated, Failed
-from dspy_flashevolve.harness.evaluating import task_of
-from dspy_flashevolve.sandbox import zygote
 from dspy_flashevolve.sandbox.contract import Failure, Limits
 from dspy_flashevolve.sandbox.sandbox import ANSWER_BYTES, PRINTED_CHARACTERS
 from tests.contract.test_meta_harness import Watched, search
@@ -79,29 +76,6 @@ def test_two_requests_at_once_do_not_outlive_the_total_time(brief: Lab) -> None:
     assert str(outcome.failure) == "time: it ran for more than 0.5 seconds, its LM calls included"
 
 
-def test_the_words_of_an_error_read_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> NoReturn:
-        raise AssertionError("a file was read")
-
-    error: ZeroDivisionError | None = None
-    try:
-        exec(compile("def f():\n    1 / 0\nf()", zygote.FILE_NAME, "exec"), {})
-    except ZeroDivisionError as raised:
-        error = raised
-    assert error is not None
-    with monkeypatch.context() as patched:
-        for name in ("getline", "getlines", "checkcache", "updatecache"):
-            patched.setattr(f"linecache.{name}", refused)
-        described = zygote._described(error)
-    assert described.splitlines() == ["ZeroDivisionError: division by zero", "  line 3, in <module>", "  line 2, in f"]
-
-
-@linux
-def test_the_total_time_bounds_the_candidates_own_time_too(brief: Lab) -> None:
-    outcome = brief.run(module("import time; time.sleep(600)"))
-    assert str(outcome.failure) == "time: it ran for more than 0.5 seconds, its LM calls included"
-
-
 @linux
 @pytest.mark.parametrize(("tokens", "calls"), [(7, 1), (8, 2)])
 def test_no_lm_call_is_made_once_the_tokens_are_used(tokens: int, calls: int) -> None:
@@ -142,13 +116,6 @@ def test_an_answer_during_an_lm_call_is_no_answer(roomy: Lab) -> None:
     outcome = roomy.run(module(wire_code(f"{sends}\nimport time; time.sleep(60)")), call_lm=never)
     assert outcome.failure is not None
     assert outcome.failure.reason == "protocol"
-
-
-@linux
-def test_requests_one_after_the_other_are_answered_in_order(roomy: Lab) -> None:
-    outcome = roomy.run(module("found = [dspy.settings.lm(f'{n}')[0][:3] for n in range(5)]"))
-    assert outcome.fields["answer"] == ["[[ "] * 5
-    assert [call.messages[0]["content"] for call in outcome.calls] == list("01234")
 
 
 @linux
@@ -238,17 +205,6 @@ def test_no_words_of_a_candidate_s_look_like_a_line_of_ours() -> None:
     told = [archive.overview, *(text for path, text in archive.files.items() if path.endswith("about.txt"))]
     assert len(archive.overview.splitlines()) == 2
     assert not [line for text in told for line in text.splitlines() if line.startswith(("0008", "0009"))]
-
-
-def example(word: str) -> dspy.Example:
-    return dspy.Example(question=word, answer=f"label of {word}").with_inputs("question")
-
-
-def test_smoke_examples_are_those_that_nobody_is_scored_on() -> None:
-    student: Any = dspy.Predict("question -> answer")
-    train, val = [example(word) for word in "abcd"], [example(word) for word in "cdef"]
-    assert [example.question for example in task_of(student, train, val).smoke_examples] == ["a", "b"]
-    assert [example.question for example in task_of(student, train, None).smoke_examples] == ["a", "b", "c", "d"]
 
 
 @pytest.mark.long

@@ -339,20 +339,6 @@ def test_an_error_is_a_failure_with_its_words(either: Lab, body: str) -> None:
     failure_of(either, body, "error")
 
 
-def test_an_error_names_the_candidates_own_lines(either: Lab) -> None:
-    words = failure_of(either, "def inner():\n    1 / 0\ninner()", "error")
-    assert words.splitlines() == ["ZeroDivisionError: division by zero", "  line 6, in forward", "  line 5, in inner"]
-
-
-def test_a_traceback_may_be_printed(either: Lab) -> None:
-    """It reads the sources that it names, those of this library among them, wherever it was installed."""
-    body = "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    found = traceback.format_stack()"
-    outcome = either.run(module(body))
-    assert outcome.failure is None, str(outcome.failure)
-    assert "zygote.py" in str(outcome.fields["answer"])
-    assert "module(**job" in str(outcome.fields["answer"]), "no line of the source was read"
-
-
 def test_a_candidate_that_pretends_to_have_failed_is_believed(either: Lab) -> None:
     """The reason is the candidate's word then; it can only harm itself by it."""
     payload = b'{"kind": "failed", "reason": "time", "message": "' + b"x" * 10_000 + b'"}'

@@ -15,14 +15,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.harness.archive import MOST_REPLY_CHARACTERS, DraftError, draft_of, drafts_in, sources_in
+from dspy_flashevolve.harness.archive import MOST_REPLY_CHARACTERS, DraftError, drafts_in, sources_in
 from dspy_flashevolve.harness.program import typed_fields
 from dspy_flashevolve.sandbox.contract import HEADER, MOST_DEPTH, LmRequest, WireError, decode, encode
 from dspy_flashevolve.sandbox.sandbox import Role, parse_request
-from tests.harness.test_parts import JSON
 from tests.sandbox.test_hostile import wire_code
-from tests.sandbox.worlds import GOOD, Lab, lab, module
+from tests.sandbox.worlds import Lab, lab, module
 
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
 ROLES = get_args(Role)
 PART = st.fixed_dictionaries({"type": JSON | st.sampled_from(["text", "image_url"])}, optional={
     "text": JSON, "image_url": JSON | st.fixed_dictionaries({"url": JSON | st.just("data:image/png;base64,x")})
@@ -82,12 +90,6 @@ def test_an_lm_request_is_read_or_refused(request: Any) -> None:
     assert read.replies >= 1
 
 
-@pytest.mark.parametrize("role", [["user"], {"user": 1}, None, 3, "root"])
-def test_a_role_of_any_kind_is_read_or_refused(role: Any) -> None:
-    with pytest.raises(WireError, match="role"):
-        parse_request({"messages": [{"role": role, "content": "x"}]})
-
-
 @given(st.dictionaries(st.text(), JSON) | JSON)
 def test_what_the_host_accepts_it_can_send_again(message: Any) -> None:
     payload = json.dumps(message).encode()
@@ -114,13 +116,6 @@ def test_a_frame_that_is_too_deep_is_refused(depth: int, begin: str, end: str) -
         decode(f'{{"memory":{nested}}}'.encode())
 
 
-def test_a_frame_of_the_greatest_depth_is_read() -> None:
-    payload = b'{"memory":' + b"[" * (MOST_DEPTH - 1) + b"]" * (MOST_DEPTH - 1) + b"}"
-    assert encode(decode(payload))[HEADER.size :] == payload
-    with pytest.raises(WireError):
-        decode(b'{"memory":[' + payload + b"]}")
-
-
 @pytest.mark.parametrize("frame", [
     b'{"lm":{"messages":[{"role":["user"],"content":"x"}]}}',
     b'{"kind":"done","fields":{},"memory":1e999}',
@@ -140,14 +135,6 @@ def test_no_frame_of_a_child_harms_the_host(box: Lab, message: dict[str, Any]) -
     ended = wire_code(f"os.write(wire, ({len(frame)}).to_bytes(4, 'big') + {frame!r})\nos._exit(0)")
     outcome = box.run(module(ended))
     assert outcome.failure is not None or message["kind"] == "done"
-
-
-@pytest.mark.parametrize("base", ["x" + ".a" * 400, "x" + "()" * 400, "dspy.x.Module", "x.Module", "-" * 200 + "x"])
-def test_a_base_class_of_any_form_is_read(base: str) -> None:
-    source = GOOD.replace("dspy.Module", f"{base}, dspy.Module")
-    assert draft_of(source, ["question"]).class_name == "Good"
-    with pytest.raises(DraftError):
-        draft_of(GOOD.replace("dspy.Module", base), ["question"])
 
 
 @given(REPLY)
