@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	touch $@
 
-demo: $(VENV)/.installed  ## AsyncGEPA beside dspy.GEPA on the embedded server, in under two minutes
+demo: $(VENV)/.installed  ## AsyncGEPA beside dspy.GEPA on the embedded server: about two minutes
 	$(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/.installed  ## the test suite and the examples in the docstrings
