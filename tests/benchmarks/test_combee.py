@@ -9,20 +9,11 @@ from collections import Counter
 from typing import Any
 
 import dspy
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.combee import CombeeReflection
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, task_lm
-
-pytestmark = pytest.mark.anyio
-CANDIDATE = {"p": "current p", "q": "current q"}
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 def records(count: int) -> list[dict[str, Any]]:
@@ -46,20 +37,6 @@ class Model:
         return reply_for(prompt, new_instruction=f"mapped {hashed(prompt) % 10**6}")
 
 
-def dealt(prompt: str) -> Counter[str]:
-    """How often each record stands in a map's prompt."""
-    return Counter(part.split(">")[0] for part in prompt.split("record <")[1:])
-
-
-async def proposed(asynchronous: bool, model: Any, count: int, components: list[str], **options: Any) -> dict[str, str]:
-    proposer = CombeeReflection(**options)
-    dataset = {"p": records(count), "q": records(count)}
-    with dspy.context(lm=fake_lm(model)):
-        if asynchronous:
-            return await proposer.acall(CANDIDATE, dataset, components)
-        return proposer(CANDIDATE, dataset, components)
-
-
 @given(st.integers(1, 40), st.integers(1, 3), st.none() | st.integers(1, 50))
 def test_each_record_is_dealt_as_often_as_asked_over_groups_of_about_equal_size(
     count: int, copies: int, groups: int | None
@@ -72,19 +49,6 @@ def test_each_record_is_dealt_as_often_as_asked_over_groups_of_about_equal_size(
     sizes = {len(group) for group in dealt_out}
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) >= 1
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-async def test_one_map_a_group_and_one_reduce_a_component(asynchronous: bool) -> None:
-    model = Model()
-    texts = await proposed(asynchronous, model, 16, ["p", "q"])
-    assert set(texts) == {"p", "q"}
-    assert all(text.startswith("reduced") for text in texts.values())
-    assert (len(model.maps), len(model.reduces)) == (8, 2)
-    prompts_on_p = [prompt for prompt in model.maps if "current p" in prompt]
-    assert sum((dealt(prompt) for prompt in prompts_on_p), Counter()) == {str(number): 2 for number in range(16)}
-    shown = [f"### Proposal {number}\nmapped" in model.reduces[0] for number in range(1, 6)]
-    assert shown == [True] * 4 + [False], "the reduce reads every proposal"
 
 
 def test_dspy_gepa_takes_it_as_its_instruction_proposer() -> None:

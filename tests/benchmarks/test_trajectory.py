@@ -43,11 +43,6 @@ def test_the_score_at_a_time_is_the_best_of_what_was_scored_by_then(
     assert run.at(seconds).best_score == max(scored, default=None)
 
 
-def test_the_compact_form_keeps_changes_of_the_score_and_the_end() -> None:
-    run = Trajectory((Point(1, 5), Point(2, 6, best_score=0.1), Point(3, 7, best_score=0.1), Point(4, 8, 1, 0, 0, 0.1)))
-    assert run.compact() == [[2, 6, 0, 0, 0, 0.1, 0, None], [4, 8, 1, 0, 0, 0.1, 0, None]]
-
-
 def _validated(candidate: int, parents: list[int], score: float, examples: int, of: int) -> Any:
     return {
         "candidate_idx": candidate,
