@@ -52,20 +52,6 @@ def test_a_lone_sequence_takes_its_delay_its_prefill_and_its_tokens() -> None:
     assert finished.time - first.time == pytest.approx(1000 * (0.00681 + 12.1e-6 + 48.5e-9 * mean_context))
 
 
-def test_cancelling_frees_the_place_at_once() -> None:
-    clock = Clock()
-    batch = ContinuousBatching(replace(PLAIN, max_running=1), clock)
-    first, second = (batch.submit(prompt_tokens=1, output_tokens=100) for _ in range(2))
-    clock.now = 0.55
-    batch.cancel(first)
-    load = batch.load()
-    assert (load.running, load.waiting) == (1, 0)
-    assert load.generated_tokens == pytest.approx(50)
-    assert finish_times(drain(batch, clock)) == {second: pytest.approx(0.55 + 1.1)}
-    batch.cancel(first)
-    batch.cancel(12345)
-
-
 arrivals = st.lists(
     st.tuples(st.floats(0, 2), st.integers(0, 5000), st.integers(1, 400), st.booleans()), min_size=1, max_size=40
 )
