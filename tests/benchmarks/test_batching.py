@@ -52,62 +52,6 @@ def test_a_lone_sequence_takes_its_delay_its_prefill_and_its_tokens() -> None:
     assert finished.time - first.time == pytest.approx(1000 * (0.00681 + 12.1e-6 + 48.5e-9 * mean_context))
 
 
-def test_sequences_that_run_together_share_the_rate() -> None:
-    clock = Clock()
-    batch = ContinuousBatching(PLAIN, clock)
-    for _ in range(2):
-        batch.submit(prompt_tokens=1, output_tokens=100)
-    batch.submit(prompt_tokens=1, output_tokens=200)
-    times = finish_times(drain(batch, clock))
-    assert times[0] == times[1] == pytest.approx(100 * 0.013)
-    assert times[2] == pytest.approx(100 * 0.013 + 100 * 0.011)
-
-
-def test_a_shared_prefill_is_one_prompt_at_a_time_and_a_long_one_slows_decoding() -> None:
-    profile = replace(PLAIN, prefill_tokens_per_second=1000.0, max_batched_tokens=50)
-    clock = Clock()
-    batch = ContinuousBatching(profile, clock)
-    batch.submit(prompt_tokens=1000, output_tokens=1000)
-    batch.submit(prompt_tokens=2000, output_tokens=1)
-    events = drain(batch, clock)
-    assert [event.time for event in events if event.kind == "first_token"] == pytest.approx([1.0, 3.0])
-    # For two seconds a step of sequence 0 also reads 50 tokens, in 0.05 s; then one step of both; then it is alone.
-    left = 1000 - 2.0 / 0.051 - 1
-    assert finish_times(events)[0] == pytest.approx(3.0 + 0.012 + left * 0.011)
-
-
-def test_long_contexts_slow_the_whole_batch() -> None:
-    clock = Clock()
-    batch = ContinuousBatching(replace(PLAIN, step_seconds_per_cached_token=1e-6), clock)
-    batch.submit(prompt_tokens=0, output_tokens=100)
-    batch.submit(prompt_tokens=10_000, output_tokens=100)
-    mean_cached = 10_000 + 2 * 100 / 2
-    assert finish_times(drain(batch, clock))[0] == pytest.approx(100 * (0.012 + 1e-6 * mean_cached))
-
-
-def test_a_place_that_came_free_during_a_jump_is_given_at_that_moment() -> None:
-    clock = Clock()
-    batch = ContinuousBatching(replace(PLAIN, max_running=1), clock)
-    for _ in range(3):
-        batch.submit(prompt_tokens=1, output_tokens=100)
-    clock.now = 1000.0
-    assert list(finish_times(batch.advance()).values()) == pytest.approx([1.1, 2.2, 3.3])
-
-
-def test_cancelling_frees_the_place_at_once() -> None:
-    clock = Clock()
-    batch = ContinuousBatching(replace(PLAIN, max_running=1), clock)
-    first, second = (batch.submit(prompt_tokens=1, output_tokens=100) for _ in range(2))
-    clock.now = 0.55
-    batch.cancel(first)
-    load = batch.load()
-    assert (load.running, load.waiting) == (1, 0)
-    assert load.generated_tokens == pytest.approx(50)
-    assert finish_times(drain(batch, clock)) == {second: pytest.approx(0.55 + 1.1)}
-    batch.cancel(first)
-    batch.cancel(12345)
-
-
 arrivals = st.lists(
     st.tuples(st.floats(0, 2), st.integers(0, 5000), st.integers(1, 400), st.booleans()), min_size=1, max_size=40
 )

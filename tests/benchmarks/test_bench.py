@@ -112,30 +112,6 @@ def test_runs_of_other_slots_and_lengths_are_other_runs_and_stand_in_tables_of_t
     assert len(served) == 4
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--workload", "chess"], "invalid choice: 'chess'"),
-        (["--methods", "magic"], "'magic'"),
-        (["--api-base", "http://127.0.0.1:1/v1"], "need the --model that the server serves"),
-        (["--model", "m", "--vllm"], "it needs its --api-base"),
-        (["--model", "m", "--time-scale", "2"], "a real one keeps its own time"),
-        (["--virtual", "--time-scale", "2"], "--virtual needs no --time-scale"),
-        (["--workload", "aime", "--seconds", "hover=3"], "there is no run of 'hover'"),
-        (["--seconds", "0"], "expected seconds, more than 0"),
-        (["--seeds", "0"], "--seeds is 0, expected at least 1"),
-        (["--backend", "abacus"], "invalid choice: 'abacus'"),
-    ],
-)
-def test_what_it_cannot_run_is_said_before_anything_runs(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        bench.main(options)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def result(method: str, seed: int = 0, best: float = 0.5, **changes: Any) -> Result:
     made = Result(
         "bench-aime", method, "h100-qwen3-8b", seed, 64, 60.0, 70.0, proposals=30, metric_calls=300, best_score=best,

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks import results
-from benchmarks.results import Result, Spread, read_results, write_result
+from benchmarks.results import Result, read_results, write_result
 
 
 def _result(method: str, seed: int = 0, **fields: object) -> Result:
     return Result("throughput", method, "simulated", seed, 4, **{"seconds": 60.0, "total_seconds": 70.0, **fields})  # type: ignore[arg-type]
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1))
-def test_a_spread_is_the_median_within_its_range(values: list[float]) -> None:
-    spread = Spread.of(values)
-    assert spread.median == statistics.median(values)
-    assert spread.low == min(values) <= spread.median <= max(values) == spread.high
 
 
 @pytest.mark.parametrize(

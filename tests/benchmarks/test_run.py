@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from benchmarks import file_lm
 from benchmarks.methods import Limits, Method, Workload
 from benchmarks.models import reply_model_named
 from benchmarks.run import main, standard_error
-from benchmarks.text_student import TextStudent
 from benchmarks.trajectory import Recorder
 from benchmarks.workloads.aime import metric
 from benchmarks.workloads.registry import workload_names
@@ -29,13 +27,6 @@ SYMPTOMS = {
     "allergy": "sneezing eyes water pollen", "migraine": "throbbing headache bright light",
     "dengue": "mosquito joints fever", "malaria": "shivering sweating chills",
 }  # fmt: skip
-
-
-def example(question: str, answer: str) -> dspy.Example:
-    return dspy.Example(question=question, answer=answer).with_inputs("question")
-
-
-EXAMPLES = [example(f"I have {words} {n}", f"K{10 + i}") for i, words in enumerate(SYMPTOMS.values()) for n in "abcd"]
 
 
 @pytest.fixture
@@ -57,14 +48,6 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # The task model
 
 
-def test_the_student_knows_what_its_instruction_says_and_nothing_else() -> None:
-    student = TextStudent(EXAMPLES)
-    assert student.answer("Give the class of the text.", "I have a throbbing headache") == "unknown class"
-    told = "Answer with the exact code.\n- K10: sneezing, eyes water.\n- K11: throbbing headache."
-    assert student.answer(told, "I have a throbbing headache") == "K11"
-    assert student.answer(told, "My eyes water, I am sneezing") == "K10"
-
-
 # The model whose replies are files
 
 
@@ -82,16 +65,6 @@ def test_a_request_becomes_a_file_and_its_reply_file_the_answer(tmp_path: Path) 
     assert asyncio.run(ask()) == "Hello."
     [row] = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
     assert json.loads(row)["reply"] == len("Hello.")
-
-
-def test_a_request_is_claimed_once_and_the_oldest_of_all_runs_first(tmp_path: Path) -> None:
-    for seconds, name in enumerate(["b/0001", "a/0001", "b/0002"]):
-        path = tmp_path / f"{name}.request.txt"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(name)
-        os.utime(path, (seconds, seconds))
-    claimed = [file_lm.claim(tmp_path) for _ in range(4)]
-    assert [path and path.read_text() for path in claimed] == ["b/0001", "a/0001", "b/0002", None]
 
 
 # The command
@@ -149,21 +122,6 @@ def test_the_command_writes_a_row_a_run_and_goes_on_where_it_stopped(
     assert "dspy.GEPA" in drawn
     assert "AsyncGEPA" in drawn
     assert "Combee" not in drawn, "there is no run of it"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["aime", "--reflection-model", "x", "--calls", "9"], "the text student knows"),
-        (["symptom2disease-coded", "--reflection-model", "x", "--calls", "9", "--methods", "best"], "unknown method"),
-    ],
-)
-def test_a_wrong_command_is_refused_before_anything_is_asked(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert complaint in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -2,50 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import dspy
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from benchmarks.trajectory import Point, Recorder, Trajectory
+from benchmarks.trajectory import Recorder
 from tests.fakes import Chain, digits, examples, reflection_lm, task_lm
-
-STEPS = st.lists(
-    st.tuples(st.floats(0.01, 5.0), st.integers(0, 9), st.one_of(st.none(), st.floats(0, 1))), min_size=1, max_size=20
-)
-
-
-def built(steps: Sequence[tuple[float, int, float | None]]) -> Trajectory:
-    """A trajectory that goes on by each step's seconds, calls and score."""
-    points: list[Point] = []
-    seconds, calls, best = 0.0, 0, None
-    for passed, spent, score in steps:
-        seconds, calls = seconds + passed, calls + spent
-        if score is not None:
-            best = score if best is None else max(best, score)
-        points.append(Point(seconds, calls, best_score=best))
-    return Trajectory(tuple(points))
-
-
-@given(steps=STEPS, seconds=st.floats(0, 120))
-def test_the_score_at_a_time_is_the_best_of_what_was_scored_by_then(
-    steps: list[tuple[float, int, float | None]], seconds: float
-) -> None:
-    run = built(steps)
-    scored = [
-        score
-        for (_, _, score), point in zip(steps, run.points, strict=True)
-        if score is not None and point.seconds <= seconds
-    ]
-    assert run.at(seconds).best_score == max(scored, default=None)
-
-
-def test_the_compact_form_keeps_changes_of_the_score_and_the_end() -> None:
-    run = Trajectory((Point(1, 5), Point(2, 6, best_score=0.1), Point(3, 7, best_score=0.1), Point(4, 8, 1, 0, 0, 0.1)))
-    assert run.compact() == [[2, 6, 0, 0, 0, 0.1, 0, None], [4, 8, 1, 0, 0, 0.1, 0, None]]
 
 
 def _validated(candidate: int, parents: list[int], score: float, examples: int, of: int) -> Any:

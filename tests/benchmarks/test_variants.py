@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from benchmarks.methods import Limits, async_options, method
+from benchmarks.methods import Limits, async_options
 from benchmarks.virtual import Reading, VirtualRun
 from dspy_flashevolve import FLASHEVOLVE, Workflow
 
@@ -26,27 +24,6 @@ def test_a_change_of_a_name_is_an_argument() -> None:
     assert changed == {"search": "pareto", "staleness": "guarded", "workflow": Workflow(rounds=3)}
     assert async_options("lockstep+slots=32") == {"schedule": "lockstep", "num_threads": 32}
     assert async_options("async+slots=adaptive") == {"num_threads": None, "max_concurrency": 256}
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("async-x+prefix=0.5", "there are async,"),
-        ("async+colour=red", "'colour=red' is no change; there are slots,"),
-        ("async+prefix=0.5+prefix=0.25", "prefix stands there twice"),
-        ("async+prefix=2", "prefix is '2', expected a share"),
-        ("async+workers=rollout:0", "workers is 'rollout:0', expected STAGE:N"),
-        ("async+staleness=late", "staleness is 'late', expected full, guarded or reflective"),
-        ("async+admission=gap:8", "admission is 'gap:8', expected live:N"),
-        ("async+controller=fixed:4", "controller is 'fixed:4', expected median"),
-        ("async+slots=0", "slots is '0', expected adaptive or a number"),
-        ("lockstep+prefix=0.5", "lockstep takes one step at a time, without prefix"),
-    ],
-)
-def test_a_name_that_is_none_says_what_is_wrong(name: str, reason: str) -> None:
-    with pytest.raises(ValueError, match="unknown method") as raised:
-        method(name)
-    assert reason in str(raised.value)
 
 
 def test_what_was_refused_is_counted_after_the_first_seconds() -> None:

@@ -6,7 +6,6 @@ import functools
 import itertools
 import logging
 import re
-import threading
 from typing import Any
 
 import dspy
@@ -51,13 +50,6 @@ def test_at_equal_metric_calls_a_run_prints_no_more_than_dspy_gepa(
     assert ours.out == ""
     assert len(ours.out + ours.err) < len(printed.out + printed.err)
     assert len("\n".join(shown.lines)) <= len("\n".join(lines))
-
-
-def test_the_bars_of_all_runs_share_one_thread() -> None:
-    before = {one for one in threading.enumerate() if one.name == "tqdm_monitor"}
-    for _ in range(3):
-        compiled(12)
-    assert len({one for one in threading.enumerate() if one.name == "tqdm_monitor"} - before) <= 1
 
 
 LINE = re.compile(r"Iteration (\d+): ")
@@ -105,15 +97,6 @@ def test_the_lines_of_an_iteration_that_overlaps_with_others_stand_together() ->
     blocks = [number for number, _ in itertools.groupby(numbers)]
     assert len(blocks) > 5
     assert len(blocks) == len(set(blocks))
-
-
-def test_every_iteration_that_ran_its_parent_logs_which_it_was() -> None:
-    """Those too that began before the seed was validated, whose score came later."""
-    ours = lines_of(AsyncGEPA)
-    first = [next(block) for _, block in itertools.groupby(ours, lambda line: line.partition(":")[0])]
-    assert any("Iteration 1: Selected program 0 score: " in line for line in first[1:])
-    for line in first[1:]:
-        assert SCORES["selected"].match(line) or "erge" in line or "Found a better" in line or "Valset" in line, line
 
 
 def test_lines_of_iterations_with_their_prompts_are_shown_where_they_are_asked_for_and_in_lockstep(

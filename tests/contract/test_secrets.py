@@ -13,7 +13,7 @@ import pytest
 
 from dspy_flashevolve import RunAbortedError, Workflow
 from tests.broken_server import BrokenServer
-from tests.contract.surface import command, compiled, completion
+from tests.contract.surface import command, compiled, completion, journal_of
 from tests.fakes import Chain, hashed, reflection_lm, reply_for
 
 KEY, HEADER = "correct-horse-battery-staple", "let-me-into-the-gateway"
@@ -80,6 +80,22 @@ def test_an_error_that_repeats_a_key_is_told_without_it(tmp_path: Path, caplog: 
     for secret in SECRETS:
         assert secret not in told, secret
         assert secret.encode() not in written_in(directory), secret
+
+
+def test_a_key_of_the_environment_that_a_proposers_error_repeats_stands_in_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error's words stand in the ends of steps."""
+    key = "sk-live-0123456789abcdef"
+    monkeypatch.setenv("SOME_API_KEY", key)
+
+    def refuse(candidate: Any, reflective_dataset: Any, components_to_update: Any) -> Any:
+        raise ValueError(f"the key {key} is over its quota")
+
+    with pytest.raises(ValueError, match="over its quota"):
+        compiled(100, instruction_proposer=refuse, log_dir=str(tmp_path), workflow=Workflow(live_steps=2))
+    assert b"is over its quota" in journal_of(tmp_path).read_bytes()
+    assert key.encode() not in written_in(tmp_path)
 
 
 def test_a_password_in_an_address_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -55,11 +55,6 @@ def test_a_test_pool_keeps_what_others_share_with_it() -> None:
     assert [one.question for one in drawn.valset] == ["e"]
 
 
-def test_too_few_rows_are_named() -> None:
-    with pytest.raises(ValueError, match="things has 1 rows left for val, 2 were asked for"):
-        _definition(["a", "b", "c"], None, None).drawn(Size(2, 2, 0), 0)
-
-
 @pytest.mark.parametrize("name", REAL_NAMES)
 def test_the_real_rows_fill_the_usual_size(name: str, real_rows: object) -> None:
     workload = workload_named(name)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import dspy
 import pytest
 
-from benchmarks.workloads.hotpotqa import metric, program
+from benchmarks.workloads.hotpotqa import metric
 from benchmarks.workloads.registry import workload_named
 from tests.fakes import fake_lm, reply_for
 
@@ -51,22 +49,6 @@ def test_a_query_searches_the_paragraphs_of_all_rows_and_no_prompt_holds_them() 
         prediction = workload.program()(**asked.inputs())
     assert other.titles[0] in prediction.first_titles
     assert all("Bystander" not in prompt for prompt in prompts)
-
-
-def test_programs_share_the_corpus_and_are_saved_without_it(tmp_path: Path) -> None:
-    pytest.importorskip("bm25s")
-    made = program()
-    assert len(made.corpus.paragraphs) == 300
-    assert made.deepcopy().corpus is made.corpus is program().corpus
-    made.first_query.signature = made.first_query.signature.with_instructions("Ask in French.")
-    made.save(tmp_path / "program.json")
-    assert "Bystander" not in (tmp_path / "program.json").read_text()
-    loaded = program()
-    loaded.load(tmp_path / "program.json")
-    assert loaded.first_query.signature.instructions == "Ask in French."
-    made.save(tmp_path / "whole", save_program=True)
-    whole = dspy.load(str(tmp_path / "whole"), allow_pickle=True)
-    assert [paragraph.title for paragraph in whole.corpus.search("Town7", 1)] == ["Town7"]
 
 
 def test_a_part_of_the_answer_gets_a_part_of_the_score() -> None:

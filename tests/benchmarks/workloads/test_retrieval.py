@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from benchmarks.workloads.retrieval import Corpus, Paragraph
@@ -26,9 +24,3 @@ def test_the_best_match_comes_first_and_strangers_not_at_all() -> None:
 def test_a_query_that_matches_nothing_finds_nothing(query: str) -> None:
     pytest.importorskip("bm25s")
     assert Corpus(PARAGRAPHS).search(query, 3) == []
-
-
-def test_without_bm25s_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(ImportError, match=r"dspy-flashevolve\[benchmarks\]"):
-        Corpus(PARAGRAPHS)

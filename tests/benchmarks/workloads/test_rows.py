@@ -43,16 +43,6 @@ def test_a_missing_file_is_loaded_from_the_hub(folder: Path, monkeypatch: pytest
     assert asked == [(("someone/things",), {"split": "validation[:2]", "name": "small"})]
 
 
-def test_a_part_of_a_split_on_the_hub_is_drawn_from_all_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _hub(monkeypatch, lambda *args, **options: [{"thing": number} for number in range(50)])
-    first, second = (
-        load_rows(Source("things/all.jsonl", ("thing",), Hub("someone/things", "all", part=part), "Things, CC0"))
-        for part in (slice(40), slice(40, 50))
-    )
-    numbers = [row["thing"] for row in (*first, *second)]
-    assert sorted(numbers) == list(range(50)) != numbers
-
-
 def test_without_file_and_hub_package_the_error_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RowsMissing) as caught:
@@ -61,17 +51,3 @@ def test_without_file_and_hub_package_the_error_says_what_to_do(folder: Path, mo
         "things/all.jsonl", "Things, CC0", str(folder), "someone/things", VARIABLE, "install datasets",
     ):  # fmt: skip
         assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"thing": 1}\n{"thing"', r"line 2 of .*all\.jsonl is no JSON"),
-        ('["thing"]', r"line 1 of .*all\.jsonl is no JSON object but list"),
-        ('{"thing": 1}\n{"other": 2}', r"row 2 of things/all\.jsonl has no thing: it has other"),
-    ],
-)
-def test_a_damaged_file_is_named_with_the_line(folder: Path, text: str, message: str) -> None:
-    (folder / "things/all.jsonl").write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        load_rows(THINGS)
