@@ -142,12 +142,6 @@ def test_the_asynchronous_form_learns_from_more_samples_in_the_same_time() -> No
     assert counts["async"] >= 2.5 * counts["lockstep"] > 0
 
 
-def test_the_slots_adapt_where_no_number_of_threads_is_given() -> None:
-    stats: Any = compiled(num_threads=None, max_concurrency=32, max_seconds=60).async_stats
-    assert stats.limit_changes
-    assert stats.samples > 0
-
-
 @pytest.mark.parametrize(
     ("limit", "schedule", "slots"), [(36, "async", 24), (50, "async", 1), (100, "async", 24), (61, "lockstep", 8)]
 )

@@ -285,30 +285,24 @@ class NoPredictor(dspy.Module):
 
 
 @pytest.mark.parametrize(
-    ("student", "data", "calls", "message"),
+    ("student", "data", "message"),
     [
-        (Chain(), {"trainset": []}, 150, "trainset is empty"),
-        (Chain(), {"trainset": None}, 150, "trainset is empty"),
-        (Chain(), {"trainset": [dspy.Example(question="q")]}, 150, "with_inputs"),
-        (Chain(), {"trainset": [*TRAIN, dspy.Example(question="q")]}, 150, rf"trainset\[{len(TRAIN)}\] does not say"),
-        (Chain(), {"trainset": iter(TRAIN)}, 150, r"trainset is a list_iterator, .* pass list\(trainset\)"),
-        (Chain(), {"trainset": TRAIN, "teacher": Chain()}, 150, "teacher"),
-        (NoPredictor(), {"trainset": TRAIN}, 150, "NoPredictor has no predictor"),
-        ("program", {"trainset": TRAIN}, 150, "student is 'program', expected a dspy.Module"),
+        (Chain(), {"trainset": []}, "trainset is empty"),
+        (Chain(), {"trainset": None}, "trainset is empty"),
+        (Chain(), {"trainset": [dspy.Example(question="q")]}, "with_inputs"),
+        (Chain(), {"trainset": [*TRAIN, dspy.Example(question="q")]}, rf"trainset\[{len(TRAIN)}\] does not say"),
+        (Chain(), {"trainset": iter(TRAIN)}, r"trainset is a list_iterator, .* pass list\(trainset\)"),
+        (Chain(), {"trainset": TRAIN, "teacher": Chain()}, "teacher"),
+        (NoPredictor(), {"trainset": TRAIN}, "NoPredictor has no predictor"),
+        ("program", {"trainset": TRAIN}, "student is 'program', expected a dspy.Module"),
     ],
 )
-def test_data_that_cannot_work_is_refused_before_any_lm_call(
-    student: Any, data: dict[str, Any], calls: int, message: str
-) -> None:
+def test_data_that_cannot_work_is_refused_before_any_lm_call(student: Any, data: dict[str, Any], message: str) -> None:
     task, reflection = task_lm(), reflection_lm()
-    with dspy.context(lm=task), pytest.raises(ConfigurationError, match=message):
-        optimizer(calls, reflection_lm=reflection).compile(student, **data)
+    with dspy.context(lm=task), pytest.raises(ConfigurationError, match=message) as refused:
+        optimizer(reflection_lm=reflection).compile(student, **data)
     assert task._engine_spec.calls == reflection._engine_spec.calls == 0
-
-
-def test_empty_data_is_an_assertion_error_too_as_in_gepa() -> None:
-    with pytest.raises(AssertionError, match="trainset"):
-        optimizer().compile(Chain(), trainset=[])
+    assert isinstance(refused.value, AssertionError) or "empty" not in message, "as in gepa"
 
 
 class Unpicklable:

@@ -328,19 +328,15 @@ def test_a_rejected_key_ends_the_search_with_the_best_so_far() -> None:
     assert isinstance(caught.value.best_program, Harness)
 
 
-def test_a_harness_is_saved_and_loaded_with_its_source(tmp_path: Path) -> None:
-    program = search(iterations=3)
+def test_a_harness_is_saved_and_loaded_with_its_source_and_the_student_is_not_changed(tmp_path: Path) -> None:
+    given = student()
+    before = given.dump_state()
+    program = search(iterations=3, program=given)
+    assert given.dump_state() == before
     program.save(tmp_path / "program.json")
     other = Harness("question -> answer")
     other.load(tmp_path / "program.json")
     assert other.module_src == program.module_src
-
-
-def test_the_student_is_not_changed() -> None:
-    program = student()
-    before = program.dump_state()
-    search(iterations=2, program=program)
-    assert program.dump_state() == before
 
 
 def test_ctrl_c_ends_a_search_with_the_best_candidate_so_far_and_leaves_no_thread() -> None:
