@@ -16,6 +16,8 @@ import anyio
 import dspy
 import pytest
 from dspy.utils.exceptions import LMAuthError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.models import REPLY_MODELS
 from dspy_flashevolve import AsyncACE, ConfigurationError, DataError, Playbook, RunAbortedError
@@ -270,6 +272,24 @@ def test_what_can_be_read_of_a_bad_reply_is_used() -> None:
     assert stats.problems["unknown operation"] >= 1
     assert stats.problems["said already"] >= 1
     assert stats.tags.get("helpful", 0) > 0
+
+
+@pytest.mark.long
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 10**6))
+def test_arbitrary_replies_end_in_a_program(seed: int) -> None:
+    pieces = [
+        '[{"type": "ADD", "section": "other", "content": "a"}]', '{"type": "REMOVE", "id": "oth-1"}', "[[ ##", "null",
+        '{"oth-1": "harmful"}', "[[ ## operations ## ]]\n", "[[ ## insight ## ]]\nyes", "\x00", "{}", "```json", "]]",
+    ]  # fmt: skip
+
+    def reply(prompt: str) -> str:
+        number = hashed(seed, prompt)
+        return " ".join(pieces[(number >> shift) % len(pieces)] for shift in range(0, number % 24, 4))
+
+    program = answered_by(reply, epochs=1)
+    assert program.async_stats.samples == 6
+    assert isinstance(program.playbook, Playbook)
 
 
 def test_a_synchronous_program_and_a_metric_without_feedback_are_served() -> None:

@@ -51,7 +51,6 @@ def test_the_limit_starts_low_grows_and_is_that_of_an_endpoint(lms: tuple[str, s
     assert 0 < stats.occupancy <= 1
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_what_a_provider_refuses_is_asked_again_and_costs_no_score(adaptive: bool) -> None:
     program = turned_away(adaptive)
@@ -64,7 +63,6 @@ def test_what_a_provider_refuses_is_asked_again_and_costs_no_score(adaptive: boo
     assert len(program.lms[0].history) + len(program.lms[1].history) == sum(model.requests.values())
 
 
-@pytest.mark.long
 def test_adaptive_slots_are_refused_far_less_than_fixed_ones_above_the_endpoints_limit() -> None:
     fixed, adaptive = (turned_away(one).model for one in (False, True))
     refused = [sum(at >= 10 for at in model.refused) / sum(model.requests.values()) for model in (fixed, adaptive)]

@@ -20,6 +20,7 @@ from tests.contract.surface import (
     VAL,
     Interpreter,
     check_ends,
+    check_winner,
     code_lm,
     compiled,
     on,
@@ -39,6 +40,31 @@ def test_the_result_is_dspys_with_async_stats_beside_it() -> None:
     assert details.async_stats.metric_calls == details.total_metric_calls
     assert details.async_stats.to_dict()["schedule"] == "async"
     assert {"candidates", "parents", "best_idx"} <= details.to_dict().keys()
+
+
+def test_the_returned_program_is_the_best_candidate_and_the_student_is_unchanged() -> None:
+    student = Chain()
+    state, before = student.dump_state(), student.steps[0].signature.instructions
+    program: Any = optimizer(130).compile(student, trainset=TRAIN, valset=VAL)
+    best = program.detailed_results.best_candidate
+    assert program.steps[0].signature.instructions == best.steps[0].signature.instructions != before
+    assert student.dump_state() == state
+    check_winner(program.detailed_results)
+
+
+def test_the_program_is_saved_and_loaded_as_any_other(tmp_path: Any) -> None:
+    program = compiled(130, 2)
+    program.save(tmp_path / "program.json")
+    loaded = Chain(2)
+    loaded.load(tmp_path / "program.json")
+    assert [step.signature.instructions for step in loaded.steps] == [
+        step.signature.instructions for step in program.steps
+    ]
+    assert loaded(question="q").answer == program(question="q").answer
+
+
+def test_without_track_stats_the_program_comes_back_alone() -> None:
+    assert not hasattr(compiled(track_stats=False), "detailed_results")
 
 
 def test_stats_account_for_every_step_and_every_commit() -> None:
@@ -147,7 +173,25 @@ def test_multi_objective_scores_and_all_four_frontiers(frontier: str, schedule: 
         assert details.to_dict() == theirs.detailed_results.to_dict()
 
 
+def test_a_custom_proposer_needs_no_reflection_lm() -> None:
+    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        return {name: f"{candidate[name]} {len(reflective_dataset[name])}" for name in components_to_update}
+
+    details = compiled(reflection_lm=None, instruction_proposer=proposer).detailed_results
+    assert details.async_stats.proposals > 0
+
+
 # Contexts
+
+
+def test_it_runs_in_a_thread_under_the_threads_own_context() -> None:
+    def work() -> Any:
+        with dspy.context(lm=task_lm(5)):
+            return compiled(schedule="lockstep")
+
+    with ThreadPoolExecutor(1) as pool:
+        inside = pool.submit(work).result()
+    assert inside.detailed_results.val_subscores == work().detailed_results.val_subscores
 
 
 def test_acompile_is_awaited_on_the_callers_loop_and_others_run_beside_it() -> None:

@@ -51,8 +51,55 @@ def optimized(name: str, program: dspy.Module, metric: Any = digits, lm: Any = N
 # Tools
 
 
+class Agent(dspy.Module):
+    """An agent whose tool asks another predictor of the program, and notes that it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lookup = dspy.Predict("query -> found")
+        self.agent = dspy.ReAct("question -> answer", tools=[self.search], max_iters=2)
+        self.asked: list[str] = []
+
+    def search(self, query: str) -> str:
+        """Search."""
+        self.asked.append(query)
+        return str(self.lookup(query=query).found)
+
+    def forward(self, question: str) -> Any:
+        answer = self.agent(question=question).answer
+        assert len(self.asked) == len(set(self.asked)), "a rollout has its own notes"
+        return dspy.Prediction(answer=answer)
+
+
+def agents_lm() -> dspy.LM:
+    """Searches once; what is found depends on the instruction of the one who looks it up."""
+
+    def answer(prompt: str) -> str:
+        if "next_tool_name" in prompt and "observation_0" not in prompt:
+            arguments = json.dumps({"query": str(hashed(prompt))})
+            return reply_for(prompt, next_thought="-", next_tool_name="search", next_tool_args=arguments)
+        if "next_tool_name" in prompt:
+            return reply_for(prompt, next_thought="-", next_tool_name="finish", next_tool_args="{}")
+        if "`found`" in prompt:
+            return reply_for(prompt, found="right" if "Look closely." in prompt else "wrong")
+        return reply_for(prompt, reasoning="-", answer="right" if "right" in prompt else "wrong")
+
+    return fake_lm(answer)
+
+
 def is_right(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
     return float(pred.answer == "right")
+
+
+@every
+def test_a_tool_that_asks_a_predictor_of_the_program_asks_the_candidates(name: str) -> None:
+    student = Agent()
+    best = optimized(name, student, is_right, agents_lm(), max_metric_calls=60)
+    assert max(best.detailed_results.val_aggregate_scores) == 1.0
+    assert best.lookup.signature.instructions == "Look closely."
+    if name != "dspy.GEPA":
+        assert student.asked == []
+        assert student.lookup.history == []
 
 
 def searching_lm(**options: Any) -> dspy.LM:

@@ -257,6 +257,25 @@ def test_a_minibatch_that_is_larger_than_the_training_set_costs_each_example_onc
     assert large.metric_calls > calls - 27, "nine of a parent, nine of its child, nine to validate it"
 
 
+class RuleThenRewrites(Rules):
+    """Its first child adds a rule; every other child is the whole text in other words, and no better."""
+
+    async def acall(self, candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        if not self.reflections:
+            return await super().acall(candidate, reflective_dataset, components_to_update)
+        self.reflections += 1
+        await self.busy(self.reflection_seconds)
+        return dict.fromkeys(components_to_update, f"0.000 rewrite {self.reflections}. Nothing is as it was.")
+
+
+def test_what_was_set_aside_for_a_head_pays_steps_again_where_children_are_rewrites() -> None:
+    world = RuleThenRewrites(val=50, helps=-0.2)
+    calls = 200
+    stats = play(world, calls).async_stats
+    a_step = 2 * 3 + world.val
+    assert calls - stats.metric_calls < a_step, stats.stop_reason
+
+
 @pytest.mark.parametrize("minibatch", [2, 8])
 def test_a_screen_that_cannot_pass_is_given_up_after_its_first_example(minibatch: int) -> None:
     """The seed has .8 on both examples, every child 0: after one of them a child has half of the sum at most."""

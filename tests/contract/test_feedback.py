@@ -227,6 +227,14 @@ def test_unless_it_is_asked_for_a_reply_that_lacks_a_field_is_not_shown(name: st
     assert not any(isinstance(record["Generated Outputs"], str) for record in records)
 
 
+def test_lockstep_equals_gepa_where_replies_lack_a_field() -> None:
+    with dspy.context(lm=fake_lm(incomplete)):
+        results = [
+            run(name, digits, program=InThread(TWO_FIELDS))[0].val_subscores for name in ("lockstep", "dspy.GEPA")
+        ]
+    assert results[0] == results[1]
+
+
 def test_feedback_on_the_examples_of_a_minibatch_is_asked_for_side_by_side() -> None:
     inside, most = 0, 0
 

@@ -102,7 +102,8 @@ def test_lockstep_equals_gepa_on_data_whose_replies_fail_to_parse() -> None:
     assert 0.0 in expected["val_subscores"][0].values(), "some replies must have failed"
 
 
-def test_a_second_run_with_cached_lms_asks_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [dspy.GEPA, AsyncGEPA])
+def test_a_second_run_with_cached_lms_asks_nothing_new(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(enable_disk_cache=False, enable_memory_cache=True, disk_cache_dir="")
     monkeypatch.setattr(dspy, "cache", cache)
     lms = [task_lm(), reflection_lm()]
@@ -111,9 +112,10 @@ def test_a_second_run_with_cached_lms_asks_nothing_new(monkeypatch: pytest.Monke
     found: list[Any] = []
     asked: list[int] = []
     for _ in range(2):
-        optimizer = AsyncGEPA(digits, max_metric_calls=60, track_stats=True, reflection_lm=lms[1], schedule="lockstep")
+        more = {"schedule": "lockstep"} if kind is AsyncGEPA else {}
+        optimizer = kind(digits, max_metric_calls=60, num_threads=4, track_stats=True, reflection_lm=lms[1], **more)
         with dspy.context(lm=lms[0]):
-            program: Any = optimizer.compile(Chain(), trainset=examples("t", 7), valset=examples("v", 9))
+            program = optimizer.compile(Chain(), trainset=examples("t", 7), valset=examples("v", 9))
         found.append(program.detailed_results.val_subscores)
         asked.append(sum(lm.engine.calls for lm in lms))
     assert found[0] == found[1]

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import re
+import threading
 from typing import Any
 
 import dspy
@@ -50,6 +51,13 @@ def test_at_equal_metric_calls_a_run_prints_no_more_than_dspy_gepa(
     assert ours.out == ""
     assert len(ours.out + ours.err) < len(printed.out + printed.err)
     assert len("\n".join(shown.lines)) <= len("\n".join(lines))
+
+
+def test_the_bars_of_all_runs_share_one_thread() -> None:
+    before = {one for one in threading.enumerate() if one.name == "tqdm_monitor"}
+    for _ in range(3):
+        compiled(12)
+    assert len({one for one in threading.enumerate() if one.name == "tqdm_monitor"} - before) <= 1
 
 
 LINE = re.compile(r"Iteration (\d+): ")

@@ -37,6 +37,7 @@ from tests.contract.surface import (
     check_winner,
     compiled,
     completion,
+    problems,
     raising,
     simulated,
 )
@@ -135,6 +136,20 @@ def test_what_an_lm_raises_that_a_program_asks_for_the_first_time_late_in_a_run_
     assert own.requests > 30
     assert min(scores_of(details)) > 0
     assert details.async_stats.retried_requests > 10
+
+
+def test_where_a_run_hears_all_lm_calls_itself_dspy_calls_no_callback_after_the_first_rollouts() -> None:
+    heard: list[int] = []
+
+    class Looking(Chain):
+        async def aforward(self, question: str) -> dspy.Prediction:
+            heard.append(len(dspy.settings.callbacks))
+            return await super().aforward(question)
+
+    with dspy.context(lm=raising(lambda number: None)):
+        simulated(50, Looking(), num_threads=4)
+    assert len(heard) > 30
+    assert not any(heard[12:]), "a callback costs dspy as much as half of a rollout's other work"
 
 
 @settings(max_examples=5)
@@ -274,6 +289,24 @@ def test_a_judge_that_is_rate_limited_is_asked_again(locked: bool) -> None:
     assert details.async_stats.retried_requests > 0
     assert details.async_stats.proposals > 0
     check_ends(details.async_stats)
+
+
+def test_what_an_aborted_run_has_spent_counts_when_it_goes_on(tmp_path: Any) -> None:
+    metric, limit = Scored(), 0
+
+    def answer(prompt: str) -> str:
+        if len(metric.questions) >= limit:
+            raise LMAuthError("the key was revoked")
+        return reply_for(prompt, answer=str(hashed(prompt) % 7))
+
+    with dspy.context(lm=fake_lm(answer)):
+        for limit in (15, 30, 45):  # noqa: B007
+            with pytest.raises(RunAbortedError):
+                compiled(80, log_dir=str(tmp_path), metric=metric)
+        limit = ENDLESS
+        details = compiled(80, log_dir=str(tmp_path), metric=metric).detailed_results
+    assert len(metric.questions) == details.total_metric_calls <= 80
+    assert problems(tmp_path) == []
 
 
 def test_callbacks_hear_of_an_error_and_not_of_an_end_that_did_not_come() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import dspy
 import pytest
+from dspy.teleprompt.gepa import InstructionProposer
 
-from dspy_flashevolve import AsyncGEPA, ConfigurationError
+from dspy_flashevolve import AsyncGEPA, ConfigurationError, RunAbortedError
 from tests.contract.surface import compiled, facts, simulated
-from tests.fakes import digits, hashed, reflection_lm, reply_for
+from tests.fakes import Chain, digits, fake_lm, hashed, reflection_lm, reply_for
 
 
 def written_for(prompt: str) -> str:
@@ -118,3 +119,25 @@ def test_an_error_that_every_reflection_has_ends_the_run_with_it(schedule: Any) 
         simulated(2000, instruction_proposer=proposer, schedule=schedule)
     assert any("All of the first 24 reflections failed alike" in note for note in caught.value.__notes__)
     assert asked <= FIRST + SLOTS
+
+
+class Unwritable(dspy.ChatAdapter):
+    def format(self, signature: Any, demos: Any, inputs: Any) -> Any:
+        raise KeyError("no such form")
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_an_error_before_the_reflection_lm_is_asked_ends_the_run_with_it(schedule: Any) -> None:
+    proposer = InstructionProposer(adapter=Unwritable())
+    with pytest.raises(KeyError, match="no such form"):
+        simulated(2000, instruction_proposer=proposer, schedule=schedule)
+
+
+def test_a_reflection_lm_that_refuses_every_request_ends_the_run() -> None:
+    from dspy.utils.exceptions import LMUnsupportedFeatureError
+
+    def refuses(prompt: str) -> str:
+        raise LMUnsupportedFeatureError("no such option")
+
+    with pytest.raises(RunAbortedError, match="no such option"):
+        simulated(2000, Chain(), reflection_lm=fake_lm(refuses))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,19 @@ class Awaited(Threaded):
             self.running -= 1
 
 
+class Memo:
+    """Searches once for what it is asked."""
+
+    def __init__(self, search: Callable[[str], str]) -> None:
+        self._lock, self._known, self._search = threading.Lock(), dict[str, str](), search
+
+    def get(self, query: str) -> str:
+        with self._lock:
+            if query not in self._known:
+                self._known[query] = self._search(query)
+            return self._known[query]
+
+
 def in_a_closure(it: Any) -> Callable[[], Any]:
     return lambda: it
 
@@ -65,23 +79,31 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda it: {"tool": dspy.Tool(in_a_closure(it), name="search"), "of the program": it},
         lambda held: held["tool"](),
     ),
-    "as a bound method's owner": (lambda it: it.__aexit__, lambda held: held.__self__),
+    "as a bound method's owner": (lambda it: getattr(it, "get", None) or it.__aexit__, lambda held: held.__self__),
 }  # fmt: skip
 """Where it hangs -> put there, and taken from there."""
 places = pytest.mark.parametrize("place", list(PLACES))
 
 
 class Program(dspy.Module):
-    """Visits what it holds, and answers by its predictor."""
+    """Answers by its predictor, and asks ``visit`` of what it holds."""
 
     def __init__(self, held: Any, visit: Callable[[Any, str], Any]) -> None:
         super().__init__()
         self.steps = [dspy.Predict("question -> answer")]
         self.held, self.visit = held, visit
 
+
+class Asynchronous(Program):
     async def aforward(self, question: str) -> Any:
         await self.visit(self.held, question)
         return await self.steps[0].acall(question=question)
+
+
+class Synchronous(Program):
+    def forward(self, question: str) -> Any:
+        self.visit(self.held, question)
+        return self.steps[0](question=question)
 
 
 def answering() -> dspy.LM:
@@ -103,8 +125,22 @@ def test_a_limiter_of_five_is_never_exceeded(place: str, limiter: Callable[[], A
             running -= 1
 
     with dspy.context(lm=answering()):
-        simulated(80, Program(put(limiter()), visit), metric=digits, num_threads=16)
+        simulated(80, Asynchronous(put(limiter()), visit), metric=digits, num_threads=16)
     assert most == LIMIT
+
+
+@places
+def test_a_memo_is_filled_once(place: str) -> None:
+    put, get = PLACES[place]
+    searches = Counter[str]()
+
+    def search(query: str) -> str:
+        searches[query] += 1
+        return query
+
+    with dspy.context(lm=answering()):
+        compiled(80, Synchronous(put(Memo(search)), lambda held, question: get(held).get(question)), num_threads=8)
+    assert searches == Counter(example.question for example in (*TRAIN, *VAL))
 
 
 class Guarding(dspy.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,28 @@ def test_the_last_head_is_paid_where_metric_calls_and_time_end_at_once(calls: in
     assert stats.seconds < 200
 
 
+class Hanging(Rules):
+    """One answer of a child's validation hangs, once, after half of the time."""
+
+    hung = False
+
+    def seconds(self, text: str, question: str) -> float:
+        is_late = asyncio.get_running_loop().time() >= 150  # virtual time begins with the run
+        if not self.hung and is_late and question.startswith("v") and "rule" in text:
+            self.hung = True
+            return 65.0
+        return super().seconds(text, question)
+
+
+@pytest.mark.long
+def test_one_answer_that_hangs_in_a_validation_does_not_end_the_run_a_fifth_too_early() -> None:
+    world = Hanging(train=30, val=20, rules=400, helps=0.002)
+    stats = play(world, None, max_seconds=300).async_stats
+    check_ends(stats)
+    assert world.hung
+    assert stats.seconds > 275
+
+
 # Repairs
 
 
@@ -179,8 +202,38 @@ def test_a_patched_child_has_to_beat_what_it_was_patched_onto_and_repairs_that_h
     assert max(details.val_aggregate_scores) > details.val_aggregate_scores[0] + 0.1
 
 
+@pytest.mark.long
+def test_while_a_provider_does_not_answer_repairs_are_left_out_and_asked_for_again_afterwards() -> None:
+    asked: list[float] = []
+
+    def away(head: dict[str, str], children: Any) -> Any:
+        asked.append(asyncio.get_running_loop().time())
+        if 30 < asked[-1] < 170:
+            return LMRateLimitError("slow down", model="simulated")
+        best = min(0.85, quality(head[next(iter(children[0].texts))]) + 0.02)
+        return dspy.Prediction(texts=dict.fromkeys(children[0].texts, f"{best:.3f} patched {len(asked)}"), verdicts=[])
+
+    world = World(train=30, val=30, score=lambda text, question: quality(text))
+    options = {"search": "pareto", "staleness": EACH, "stale_candidate_reflection": Saying(away)}
+    play(world, None, max_seconds=300, num_threads=32, **options)
+    assert [second for second in asked if second <= 30]
+    assert [second for second in asked if second >= 170]
+
+
+class Timed(Rules):
+    """Remembers when each text's first validation rollout began, in virtual seconds."""
+
+    began: dict[str, float]
+
+    def seconds(self, text: str, question: str) -> float:
+        if question.startswith("v"):
+            self.began.setdefault(text, asyncio.get_running_loop().time())
+        return super().seconds(text, question)
+
+
 class EverySecond:
-    """A policy of the user's own: every second child is repaired."""
+    """A policy of the user's own: every second child is repaired. A patched text is whole and stands for itself; the
+    edits of the others make heads."""
 
     looks = ("after_propose",)
 
@@ -192,11 +245,25 @@ class EverySecond:
         return (Reflective(min_gap=0) if self._count % 2 else Full()).decide(look, history)
 
 
-@pytest.mark.parametrize("search", ["edits", "pareto"])
-def test_a_policy_of_the_users_own_decides_which_children_are_repaired(search: Any) -> None:
-    stats = play(World(), 150, search=search, staleness=EverySecond()).async_stats
-    check_ends(stats)
-    assert 0 < 2 * stats.integration_calls - stats.proposals < 3
+def test_no_repair_is_asked_for_once_the_last_head_is_being_validated() -> None:
+    asked: list[float] = []
+
+    def adding(head: dict[str, str], children: Any) -> Any:
+        asked.append(asyncio.get_running_loop().time())
+        [child] = children
+        added = {name: set(text.splitlines()) - set(head[name].splitlines()) for name, text in child.texts.items()}
+        texts = {name: "\n".join([head[name], *sorted(lines)]) for name, lines in added.items()}
+        return dspy.Prediction(texts=texts, verdicts=[SimpleNamespace(child=1, verdict="orthogonal", reason="so")])
+
+    world = Timed(train=30, val=40, reflection_seconds=15.0, helps=0.05)
+    world.began = {}
+    options = {"staleness": EverySecond(), "stale_candidate_reflection": Saying(adding)}
+    program = play(world, None, max_seconds=60, num_threads=20, **options)
+    check_ends(program.async_stats)
+    last = program.detailed_results.candidates[-1].steps[0].signature.instructions
+    assert len(asked) > 5
+    assert max(asked) <= world.began[last]
+    assert any("the last head is being validated" in reason for reason in program.async_stats.end_reasons)
 
 
 def test_a_repair_that_was_paid_is_read_again_when_the_run_goes_on_though_its_child_is_not_stale_any_more(
@@ -347,6 +414,22 @@ def test_guarded_discards_what_is_behind_where_it_looks_and_full_discards_nothin
     assert max(full.gaps[place]) > 0
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["after_propose", "after_screen"])
+def test_with_edits_a_child_that_guarded_discards_is_not_taken_apart(tmp_path: Path, place: Any) -> None:
+    policy = Guarded(0, looks=(place,))
+    stats = play(Rules(), 450, num_threads=32, staleness=policy, log_dir=str(tmp_path)).async_stats
+    stale = {step for (step,) in sql(tmp_path, "SELECT step FROM ends WHERE reason LIKE '%more than max_gap=0'")}
+    assert stale
+    assert not stale & {change.step for change in stats.changes}
+
+
+def test_lockstep_knows_no_staleness() -> None:
+    stats = compiled(50, schedule="lockstep").async_stats
+    assert stats.integration_calls == 0
+    assert set(stats.gaps["before_commit"]) <= {0}
+
+
 # Limits on reflection and on dollars
 
 
@@ -389,9 +472,14 @@ def test_a_lineage_without_a_journal_or_with_a_damaged_one_is_named(tmp_path: Pa
     assert (status, "is no journal" in complaint) == (3, True)
 
 
-def test_by_default_no_child_is_too_stale() -> None:
-    default = AsyncGEPA(HouseRules().metric, auto="light", reflection_lm=dspy.LM("openai/x"))
+def test_any_policy_goes_with_any_search_and_by_default_no_child_is_too_stale() -> None:
+    assert isinstance(StaleCandidateReflection().named_predictors()[0][1], dspy.Predict)
+    options: dict[str, Any] = {"auto": "light", "reflection_lm": dspy.LM("openai/x")}
+    default = AsyncGEPA(HouseRules().metric, **options)
     assert (default.search, default.staleness) == (None, "full")
+    for policy in (Full(), Guarded(3), Reflective()):
+        for search in ("edits", "pareto", Edits(frontier_share=1.0)):
+            AsyncGEPA(HouseRules().metric, search=search, staleness=policy, **options)
 
 
 @pytest.mark.long

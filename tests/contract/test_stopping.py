@@ -347,6 +347,16 @@ def test_handlers_are_set_while_compile_runs_in_the_main_thread_and_put_back() -
     assert now() == before
 
 
+def test_handlers_are_put_back_after_an_error() -> None:
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
+        raise LMAuthError("invalid key")
+
+    before = now()
+    with pytest.raises(RunAbortedError):
+        compiled(optimizer(metric=metric))
+    assert now() == before
+
+
 @pytest.mark.parametrize("way", ["another thread", "acompile"])
 def test_no_handler_is_touched_in_another_thread_or_by_acompile(way: str) -> None:
     before, during = now(), list[Any]()
@@ -454,6 +464,11 @@ def in_a_cell(one: AsyncGEPA) -> Any:
         loop.close()
 
 
+def test_max_seconds_ends_a_run_in_a_notebook_cell() -> None:
+    stats = in_a_cell(optimizer(ENDLESS, max_seconds=0.2)).async_stats
+    assert (stats.outcome, stats.stop_reason) == ("finished", "max_seconds=0.2 is over")
+
+
 def test_interrupt_kernel_ends_the_cell_with_the_best_program() -> None:
     """The button sends the kernel SIGINT; ipykernel has Python's own handler set while a cell runs."""
     one = optimizer(ENDLESS, gepa_kwargs=on("on_candidate_accepted", press(signal.SIGINT)), search="pareto")
@@ -549,11 +564,11 @@ def test_best_so_far_can_be_asked_all_the_time_from_many_threads_until_after_the
     assert all(mine == sorted(mine) and mine[-1] == best for mine in scores)
 
 
-def test_without_track_stats_the_program_and_best_so_far_are_bare() -> None:
+def test_best_so_far_is_a_bare_program_without_track_stats() -> None:
     one = optimizer(100, track_stats=False)
     program = compiled(one)
     assert text_of(one.best_so_far()) == text_of(program)
-    assert not any(hasattr(bare, "detailed_results") for bare in (program, one.best_so_far()))
+    assert not hasattr(one.best_so_far(), "detailed_results")
 
 
 def test_best_so_far_is_that_of_the_compile_that_began_last() -> None:

@@ -36,6 +36,7 @@ from tests.contract.surface import (
     check_winner,
     compiled,
     listening,
+    on,
     optimizer,
     problems,
     simulated,
@@ -346,6 +347,19 @@ def test_two_examples_without_an_answer_cost_a_small_run_two_waits_at_most_and_n
     assert stats.unanswered_examples == 2
 
 
+def test_few_further_steps_begin_where_nobody_is_answered() -> None:
+    """They find out whether others are answered; more would only wait, for as long as the outage takes."""
+    begun: list[float] = []
+    lm, answered = gone_after(60, back_after=50)
+    with dspy.context(lm=lm):
+        selected = on("on_candidate_selected", lambda event: begun.append(now()))
+        stats = simulated(160, Slow(), gepa_kwargs=selected).async_stats
+    assert stats.outcome == "finished"
+    gone = answered[59]
+    assert min(seconds for seconds in answered if seconds > gone) >= gone + 50
+    assert 0 < sum(gone + 2 < seconds < gone + 50 for seconds in begun) <= 8
+
+
 def test_a_stop_ends_every_wait() -> None:
     """A stopper of the user's, as a first Ctrl-C: what waits is asked for once more, and not for an hour."""
 
@@ -468,7 +482,7 @@ def dripping_first(word: str = "") -> Callable[[str], str]:
 )
 def test_a_reflection_or_a_repair_that_drips_is_given_up_and_asked_again(word: str, options: dict[str, Any]) -> None:
     with BrokenServer(dripping_first(word)) as server:
-        stats = compiled(90, reflection_lm=server.lm("chosen", timeout=1.0), **options).async_stats
+        stats = compiled(90, reflection_lm=server.lm("chosen", timeout=2.0), **options).async_stats
     assert stats.retried_requests >= 1
     assert stats.ended["failed"] == 0
     assert stats.proposals > 0
@@ -487,7 +501,7 @@ class OnItsOwnLoop(Chain):
         return dspy.Prediction(answer=asyncio.run(self.steps[0].acall(question=question)).answer)
 
 
-TIMEOUTS = {"seconds": {"timeout": 1.0}, "httpx": {"timeout": httpx.Timeout(1.0), "engine": "litellm"}}
+TIMEOUTS = {"seconds": {"timeout": 2.0}, "httpx": {"timeout": httpx.Timeout(2.0), "engine": "litellm"}}
 
 
 @pytest.mark.parametrize("timeout", TIMEOUTS)
@@ -499,6 +513,27 @@ def test_a_rollout_that_drips_is_given_up_and_asked_again(program: Any, schedule
         details = compiled(30, program(), metric=lambda *_: 0.5, schedule=schedule).detailed_results
     assert details.async_stats.retried_requests >= 1
     assert list(details.val_subscores[0].values()) == [0.5] * len(VAL)
+
+
+@pytest.mark.long
+def test_an_lm_call_of_a_metric_that_drips_is_given_up_with_the_metric_and_the_rollout_made_again() -> None:
+    judged: list[str] = []
+
+    def choose(prompt: str) -> str:
+        if "Is it right?" not in prompt:
+            return answer(prompt)
+        judged.append(prompt)
+        return "drip" if len(judged) == 1 else "yes"
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            dspy.settings.lm("Is it right?")
+        return digits(gold, pred)
+
+    with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen", timeout=2.0)):
+        stats = compiled(30, metric=metric).async_stats
+    assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
+    assert len(judged) == stats.metric_calls + 1
 
 
 # What is left behind in a thread

@@ -290,6 +290,31 @@ def test_what_rollouts_leave_behind_is_released_when_their_step_ends(program: An
     assert optimized is not None
 
 
+def test_validations_keep_no_traces() -> None:
+    inputs: list[weakref.ref[Any]] = []
+
+    class Question(str):
+        """Can be referred to weakly; a trace holds its calls' inputs."""
+
+    class Asks(Chain):
+        async def aforward(self, question: str) -> dspy.Prediction:
+            fresh = Question(question)
+            inputs.append(weakref.ref(fresh))
+            answer = (await self.steps[0].acall(question=fresh)).answer
+            return dspy.Prediction(answer=answer)
+
+    left: list[int] = []
+
+    class AfterSeed:
+        def on_valset_evaluated(self, event: Any) -> None:
+            gc.collect()
+            left.append(sum(one() is not None for one in inputs))
+
+    with dspy.context(disable_history=True):
+        compiled(60, Asks(), gepa_kwargs={"callbacks": [AfterSeed()]}, schedule="lockstep")
+    assert left[0] == 0, "the seed's validation has ended, and no trace of it is held"
+
+
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
 def test_histories_and_the_users_trace_do_not_grow_with_the_run(schedule: Any) -> None:
     judge = dspy.Predict("answer -> verdict")

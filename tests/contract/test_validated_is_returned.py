@@ -336,6 +336,11 @@ def test_large_data_is_copied_for_a_run_and_not_for_a_candidate_or_a_rollout() -
     assert copies == copies_in_a_run(60, 10**6)[0] <= 3
 
 
+def test_small_data_is_copied_for_a_candidate_and_not_for_a_rollout() -> None:
+    copies, _ = copies_in_a_run(240, 100)
+    assert 3 < copies < 120
+
+
 # What is made for sharing
 
 
@@ -540,6 +545,12 @@ def test_a_parser_that_fails_now_and_then_costs_no_candidate_and_no_run(monkeypa
     details = program.detailed_results
     assert len(details.candidates) > 1
     assert set(details.val_aggregate_scores) == {0.5}
+
+
+def test_code_is_parsed_for_a_candidate_and_not_for_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, parsed = flex_run(monkeypatch, lambda count: False)
+    assert program.detailed_results.total_metric_calls > 40
+    assert max(parsed.values()) < 15
 
 
 def test_a_rollout_in_which_the_parser_fails_is_made_again() -> None:
