@@ -506,6 +506,11 @@ def adapted(stream: Any, **options: Any) -> Any:
         return run(lambda: optimizer.aadapt(TASK.program(), stream, window=12))
 
 
+async def from_afar(count: int) -> AsyncIterator[dspy.Example]:
+    for example in TASK.trainset(count):
+        yield example
+
+
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
 def test_each_window_of_a_stream_is_scored_before_anything_is_learnt_from_it(schedule: Any) -> None:
     program = adapted(iter(TASK.trainset(30)), schedule=schedule)
@@ -519,6 +524,13 @@ def test_each_window_of_a_stream_is_scored_before_anything_is_learnt_from_it(sch
     assert windows[0].version < windows[1].version < windows[2].version <= program.playbook.version
     assert windows[2].score > windows[0].score + 0.3
     assert program.playbook.version == program.async_stats.version, "the newest playbook is returned"
+
+
+def test_an_asynchronous_stream_is_the_same() -> None:
+    scores = [
+        [window.score for window in adapted(make).async_stats.windows] for make in (TASK.trainset(24), from_afar(24))
+    ]
+    assert scores[0] == scores[1]
 
 
 def test_a_stream_ends_at_the_budget_and_an_empty_one_at_once() -> None:
@@ -569,6 +581,34 @@ def test_a_stream_that_raises_ends_the_run_with_what_was_learnt_from_all_before(
     program = raised.value.best_program
     assert [(window.examples, window.scored) for window in program.async_stats.windows] == [(12, 12), (3, 3)]
     assert len(program.playbook) > 0
+
+
+def test_a_cancelled_run_waits_for_no_validation() -> None:
+    model = SimulatedModel(seed=0, reply_model=TASK.reply_model)
+
+    questions, validated = {example.question for example in VAL}, 0
+
+    async def main() -> float:
+        is_validating = anyio.Event()
+
+        async def metric(gold: Any, pred: Any, trace: Any = None) -> Any:
+            nonlocal validated
+            validated += gold.question in questions
+            if validated > len(VAL):  # the second playbook's
+                is_validating.set()
+                await anyio.sleep_forever()
+            return TASK.metric(gold, pred)
+
+        optimizer = AsyncACE(metric, num_threads=4, schedule="lockstep", eval_every=1)
+        with dspy.context(lm=model.lm()):
+            async with anyio.create_task_group() as group:
+                group.start_soon(lambda: optimizer.acompile(TASK.program(), trainset=TRAIN, valset=VAL))
+                await is_validating.wait()
+                began = anyio.current_time()
+                group.cancel_scope.cancel()
+        return anyio.current_time() - began
+
+    assert run(main) < 10
 
 
 # Arguments

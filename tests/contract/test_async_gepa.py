@@ -474,6 +474,16 @@ def test_several_proposals_a_step_spend_the_budget_too(tasks: int) -> None:
     assert stats.proposals > steps_of(stats)
 
 
+@pytest.mark.parametrize(
+    "options", [{"num_threads": 1}, {"reflection_minibatch_size": 20}, {"seed": None}, {"max_concurrency": 2}]
+)
+def test_unusual_sizes_work(options: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"num_threads": None} if "max_concurrency" in options else {}
+    stats = compiled(100, **(settings | options)).async_stats
+    assert steps_of(stats) > 1
+    assert stats.metric_calls <= 100
+
+
 def test_without_a_seed_no_two_runs_sample_the_same() -> None:
     runs: list[list[Any]] = [[], [], []]
     for seen in runs:

@@ -8,10 +8,11 @@ from typing import Any
 import dspy
 import pytest
 from dspy.lm15 import Request, Response
+from dspy.utils.exceptions import LMRateLimitError
 
 from tests.broken_server import BrokenServer
 from tests.contract.surface import compiled, simulated
-from tests.fakes import Chain, reflection_lm, reply_for, task_lm
+from tests.fakes import Chain, fake_lm, reflection_lm, reply_for, task_lm
 
 FIRST = 8
 """Rollouts that fail alike before a run ends."""
@@ -67,3 +68,22 @@ def test_what_keeps_requests_from_leaving_is_told_as_it_is_and_nobody_is_asked(n
             compiled(100, program, reflection_lm=reflection_lm())
     assert "has answered nothing" not in str(caught.value)
     assert not asked
+
+
+def test_a_refusal_of_the_call_that_makes_up_for_an_unsendable_one_is_asked_again() -> None:
+    """Its chain of causes has both errors; the provider's own is the one that counts."""
+    refused: list[str] = []
+
+    def answer(prompt: str) -> str:
+        if len(refused) < 3:
+            refused.append(prompt)
+            try:
+                json.dumps(object())
+            except TypeError as error:
+                raise LMRateLimitError("429") from RuntimeError("after", error)
+        return reply_for(prompt, answer="3")
+
+    with dspy.context(lm=fake_lm(answer)):
+        details = simulated(30, metric=lambda *_: 0.5).detailed_results
+    assert details.async_stats.retried_requests == 3
+    assert set(details.val_subscores[0].values()) == {0.5}

@@ -9,7 +9,7 @@ import pytest
 
 from dspy_flashevolve import AsyncGEPA, DataError, RunAbortedError
 from tests.contract.surface import TRAIN, VAL, optimizer, priced, raising
-from tests.fakes import Chain, digits, fake_lm, reflection_lm, reply_for, task_lm
+from tests.fakes import Chain, digits, examples, fake_lm, reflection_lm, reply_for, task_lm
 
 
 def estimated(calls: int | None = 150, student: Any = None, **options: Any) -> Any:
@@ -53,6 +53,15 @@ def test_it_costs_a_minibatch_and_a_reflection_and_changes_nothing() -> None:
     assert one.max_metric_calls is None, "auto counts them when compile begins"
     assert found.metric_calls > 100
     assert student.steps[0].lm is own
+
+
+def test_without_a_number_it_measures_as_many_examples_as_a_reflection_of_the_run_reads() -> None:
+    trainset = examples("t", 40)
+    with dspy.context(lm=task_lm()):
+        asks = AsyncGEPA(digits, max_metric_calls=2 * len(VAL) + 24 * 7, reflection_lm=reflection_lm())
+        assert asks.estimate(Chain(), trainset=trainset, valset=VAL).measured == 7
+        asks = AsyncGEPA(digits, max_seconds=60, reflection_lm=reflection_lm())
+        assert asks.estimate(Chain(), trainset=trainset, valset=VAL).measured == 12
 
 
 def test_what_dspys_cache_has_is_asked_for_again() -> None:

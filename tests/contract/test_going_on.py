@@ -282,6 +282,9 @@ def test_a_run_that_goes_on_with_another_search_or_policy_says_so(
          "was last run with search='Edits(frontier_share=0.25)'; it goes on with search='Edits(frontier_share=0.5)'."),
         ({"search": Edits(0.5), "staleness": Guarded(8)}, "was last run with staleness='full'; it goes on with "
          "staleness=\"Guarded(max_gap=8, looks=('after_propose',))\"."),
+        ({"search": Edits(0.5), "staleness": "guarded"}, ""),
+        ({"search": Edits(0.5), "staleness": Guarded(2)}, "was last run with staleness='guarded'; it goes on with "
+         "staleness=\"Guarded(max_gap=2, looks=('after_propose',))\"."),
     ]  # fmt: skip
     for number, (options, message) in enumerate(sessions):
         caplog.clear()

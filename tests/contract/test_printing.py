@@ -107,6 +107,15 @@ def test_the_lines_of_an_iteration_that_overlaps_with_others_stand_together() ->
     assert len(blocks) == len(set(blocks))
 
 
+def test_every_iteration_that_ran_its_parent_logs_which_it_was() -> None:
+    """Those too that began before the seed was validated, whose score came later."""
+    ours = lines_of(AsyncGEPA)
+    first = [next(block) for _, block in itertools.groupby(ours, lambda line: line.partition(":")[0])]
+    assert any("Iteration 1: Selected program 0 score: " in line for line in first[1:])
+    for line in first[1:]:
+        assert SCORES["selected"].match(line) or "erge" in line or "Found a better" in line or "Valset" in line, line
+
+
 def test_lines_of_iterations_with_their_prompts_are_shown_where_they_are_asked_for_and_in_lockstep(
     shown: Shown, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -352,3 +352,21 @@ def test_no_run_over_http_scores_what_a_provider_in_trouble_sent(monkeypatch: py
     assert min(scores_of(details)) > 0, "every answer that came scores above 0; a 0 would be a fault"
     assert details.async_stats.retried_requests > 5
     assert details.async_stats.metric_calls <= 60
+
+
+@pytest.mark.parametrize(("status", "says"), [("404-model_not_found", "model's name"), ("401", "API key")])
+def test_a_refusal_for_good_over_http_ends_the_run_with_the_best_so_far(status: str, says: str) -> None:
+    asked = 0
+
+    def choose(prompt: str) -> str:
+        nonlocal asked
+        asked += 1
+        return status if asked > 20 else reply_for(prompt.replace("JSON", ""), answer=str(hashed(prompt) % 7))
+
+    with (
+        BrokenServer(choose) as server,
+        dspy.context(lm=server.lm("chosen")),
+        pytest.raises(RunAbortedError, match=says) as caught,
+    ):
+        compiled(ENDLESS)
+    assert set(caught.value.best_program.detailed_results.val_subscores[0]) == set(range(len(VAL)))

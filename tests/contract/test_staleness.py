@@ -110,6 +110,15 @@ def test_each_session_of_a_run_that_goes_on_validates_its_last_head_in_time(tmp_
 
 
 @pytest.mark.long
+def test_children_that_stand_for_themselves_leave_the_last_head_its_time(tmp_path: Path) -> None:
+    runs = [play(Rules(train=30, val=200), None, max_seconds=240).async_stats]
+    runs += [play(Rules(train=30, val=200), None, max_seconds=120, log_dir=str(tmp_path)).async_stats for _ in range(2)]
+    for stats, most in zip(runs, (240, 120, 120), strict=True):
+        check_ends(stats)
+        assert stats.seconds < most + 60, "a validation takes about forty seconds"
+
+
+@pytest.mark.long
 def test_steps_whose_child_would_come_after_the_last_head_end_before_they_ask_for_more() -> None:
     stats = play(Rules(train=30, val=60), None, max_seconds=60, num_threads=32).async_stats
     check_ends(stats)

@@ -705,10 +705,11 @@ def test_a_run_in_a_thread_says_so_when_the_main_thread_ends_before_it() -> None
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("call", ["score", "feedback"])
 @pytest.mark.parametrize(
-    ("schedule", "awaited"), [("async", False), ("async", True), ("lockstep", False), ("lockstep", True)]
+    ("optimized_by", "awaited"),
+    [("async", False), ("async", True), ("lockstep", False), ("lockstep", True), ("dspy.GEPA", False)],
 )
 def test_what_a_metric_raises_to_leave_ends_the_run_as_it_is(
-    error: type[BaseException], call: str, schedule: str, awaited: bool
+    error: type[BaseException], call: str, optimized_by: str, awaited: bool
 ) -> None:
     calls: list[Any] = []
 
@@ -721,7 +722,10 @@ def test_what_a_metric_raises_to_leave_ends_the_run_as_it_is(
     async def coroutine(gold: Any, pred: Any, trace: Any, pred_name: Any, pred_trace: Any) -> float:
         return leaving(gold, pred, trace, pred_name, pred_trace)
 
-    one = optimizer(ENDLESS, metric=coroutine if awaited else leaving, schedule=schedule)
+    if optimized_by == "dspy.GEPA":
+        one: Any = dspy.GEPA(leaving, max_metric_calls=100, num_threads=4, reflection_lm=reflection_lm())
+    else:
+        one = optimizer(ENDLESS, metric=coroutine if awaited else leaving, schedule=optimized_by)
     with pytest.raises(error, match="enough") as raised:
         compiled(one)
     assert type(raised.value) is error
