@@ -185,11 +185,6 @@ class Endpoint(Responder):
     def record_no_reply(self, request: TrackedRequest) -> None:
         """Record that a request failed without a refusal. Only one of several servers minds."""
 
-    def record_gauge(self, waiting: float, running: float, cache_use: float) -> None:
-        """Record what the server said of itself; see :class:`~.limits.Gauge`."""
-        if (limit := self.limit) is not None:
-            limit.record_gauge(waiting, running, cache_use)
-
     def _opens(self, request: TrackedRequest, retry_after_seconds: float | None) -> bool:
         """Tell the breaker of a request that was turned away; return whether it opens now."""
         if request.counted_failures:
