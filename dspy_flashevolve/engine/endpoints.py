@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 
-from dspy_flashevolve.engine.events import EndpointAsked, EndpointPaused, EventBus, LimitChanged
+from dspy_flashevolve.engine.events import EndpointPaused, EventBus, LimitChanged
 from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
 from dspy_flashevolve.engine.loop import EARLY_SECONDS
 from dspy_flashevolve.engine.rates import RateLimit
@@ -110,7 +110,6 @@ class Endpoint(Responder):
         super().__init__(name, retries, is_optional)
         self.group = group
         self._breaker = CircuitBreaker(retries.policy, retries.clock)
-        self.answered_requests = 0
 
     @property
     def limit(self) -> AdaptiveLimit | None:
@@ -162,7 +161,6 @@ class Endpoint(Responder):
     def record_reply(self, request: TrackedRequest) -> None:
         """Record that a request was answered."""
         self.leave(request)
-        self.answered_requests += 1
         self.record_answer(request)
         self._breaker.record_answer()
         if (limit := self.limit) is not None:
@@ -184,11 +182,6 @@ class Endpoint(Responder):
 
     def record_no_reply(self, request: TrackedRequest) -> None:
         """Record that a request failed without a refusal. Only one of several servers minds."""
-
-    def record_gauge(self, waiting: float, running: float, cache_use: float) -> None:
-        """Record what the server said of itself; see :class:`~.limits.Gauge`."""
-        if (limit := self.limit) is not None:
-            limit.record_gauge(waiting, running, cache_use)
 
     def _opens(self, request: TrackedRequest, retry_after_seconds: float | None) -> bool:
         """Tell the breaker of a request that was turned away; return whether it opens now."""
@@ -455,11 +448,6 @@ class Endpoints:
             group.update_slots()
 
     @property
-    def names(self) -> list[str]:
-        """The endpoints that stages are known to ask, each by itself."""
-        return sorted(each_by_itself(name for names in self._asked.values() for name in names))
-
-    @property
     def limits(self) -> dict[str, AdaptiveLimit]:
         """Name of a group, or of a server -> its limit, where that adapts."""
         limits = {group.name: group.limit for group in self._groups.values()}
@@ -498,12 +486,6 @@ class Endpoints:
         self.retries.hurry()
         for group in set(self._groups.values()):
             group.release()
-
-    def emit_totals(self) -> None:
-        """Tell the observers what each endpoint has answered, at the end of a run."""
-        for name, endpoint in self._endpoints.items():
-            if endpoint.answered_requests:
-                self._bus.emit(EndpointAsked(self._clock(), name, endpoint.answered_requests))
 
     def _group(self, name: str) -> EndpointGroup:
         if name not in self._groups:

@@ -204,14 +204,6 @@ class ExampleGivenUp(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointAsked(Event):
-    """What an endpoint has answered in a run, told once, at its end."""
-
-    endpoint: str
-    answered: int
-
-
-@dataclass(frozen=True, slots=True)
 class ActorLost(Event):
     """A process that runs rollouts has died, or cannot be reached; its rollouts are asked for again."""
 

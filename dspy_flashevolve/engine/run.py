@@ -242,7 +242,6 @@ class EvolutionRun:
                 raise
             finally:
                 self.outcome = self._ends
-                self.endpoints.emit_totals()
                 self.threads.close(wait=self.error is None and not self.threads.abandoned)
                 if self.journal is not None:
                     self.journal.record_session_end(self.outcome, self.end_reason)
@@ -325,8 +324,10 @@ class EvolutionRun:
                 await work()
 
         async with anyio.create_task_group() as around:
-            for watch in (*watchers, *self._own_watchers()):
+            for watch in watchers:
                 around.start_soon(guarded, watch)
+            if self.max_seconds is not None:
+                around.start_soon(guarded, partial(self._watch_time, self.max_seconds))
             async with anyio.create_task_group() as group:
                 self._start = lambda work: group.start_soon(guarded, work)
                 for work in (*self._put_off, self._admit):
@@ -590,9 +591,6 @@ class EvolutionRun:
 
     def _visited(self, visit: StageVisit) -> None:
         self.bus.emit(StageVisited(visit.ended, visit.step, visit.stage, visit.queued, visit.began))
-
-    def _own_watchers(self) -> list[Work]:
-        return [] if self.max_seconds is None else [partial(self._watch_time, self.max_seconds)]
 
     async def _watch_time(self, most: float) -> None:
         await anyio.sleep(max(0.0, self.clock.began + most - self.clock()))
