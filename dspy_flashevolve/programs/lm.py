@@ -435,9 +435,7 @@ class _Request:
 
         What was streamed may have been seen, and is not asked for twice.
         """
-        if self._timer is not None:
-            self._timer.cancel()
-        self._target.endpoint.leave(self._tracked)
+        self.leave()
         pace, sent, endpoint, rate = self._pace, self._tracked, self._target.endpoint, self._target.rate
         pace.models.redaction.redact_errors(chain_of(error))
         retries, retry_after = pace.models.endpoints.retries, retry_after_of(error)
