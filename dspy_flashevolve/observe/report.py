@@ -226,8 +226,6 @@ class _Axes:
 
 def score_plot(points: Sequence[tuple[float, float, float, str]], right: float, x_name: str) -> str:
     """Plot scores as dots, and the best so far as a line; a point is x, score, best score so far, and a tooltip."""
-    if not points:
-        return ""
     values = [score for _, score, _, _ in points]
     margin = 0.05 * ((max(values) - min(values)) or 1.0)
     axes = _Axes(right, min(values) - margin, max(values) + margin)

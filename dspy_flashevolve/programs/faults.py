@@ -59,10 +59,9 @@ from dspy.utils.exceptions import (
 )
 
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
-from dspy_flashevolve.engine.retries import TrackedRequest
 
 ASKED = "flashevolve_asked"
-"""Attribute of an error: how often its request was made already."""
+"""Attribute of an error: the request, where it was made as often as makes sense, and is not to be made again."""
 RECORDED_BY = "flashevolve_recorder"
 """The setting of dspy's with the :class:`LmCalls` that record the calls of paced LMs: it reaches the threads that dspy
 starts."""
@@ -336,11 +335,6 @@ def raise_provider_fault(
     raise RunAbortedError(
         f"The LM provider refused: {message}. Check the API key and the account, then run again."
     ) from error
-
-
-def mark_asked(error: BaseException, sent: TrackedRequest) -> None:
-    """Note on an error that its request was made as often as makes sense, so that it is not made again."""
-    setattr(error, ASKED, sent)
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:

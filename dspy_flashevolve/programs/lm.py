@@ -34,6 +34,7 @@ from dspy_flashevolve.engine.retries import Responder, TrackedRequest
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.faults import (
+    ASKED,
     DSPYS_ACALL,
     DSPYS_CALL,
     HollowReplyError,
@@ -43,7 +44,6 @@ from dspy_flashevolve.programs.faults import (
     is_paced,
     is_refusal,
     is_timeout,
-    mark_asked,
     may_repeat,
     recording_paced_call,
     retry_after_of,
@@ -435,9 +435,7 @@ class _Request:
 
         What was streamed may have been seen, and is not asked for twice.
         """
-        if self._timer is not None:
-            self._timer.cancel()
-        self._target.endpoint.leave(self._tracked)
+        self.leave()
         pace, sent, endpoint, rate = self._pace, self._tracked, self._target.endpoint, self._target.rate
         pace.models.redaction.redact_errors(chain_of(error))
         retries, retry_after = pace.models.endpoints.retries, retry_after_of(error)
@@ -458,7 +456,7 @@ class _Request:
             return False
         attempts = pace.original.num_retries + retries.policy.attempts
         if dspy.settings.send_stream is not None or not pace.responder.may_retry(sent, attempts):
-            mark_asked(error, sent)
+            setattr(error, ASKED, sent)
             return False
         if pace.servers is None or not pace.servers.has_room:
             await pace.responder.pause_before_retry(self._slot, sent, retry_after, self._keeps)

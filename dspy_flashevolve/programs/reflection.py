@@ -104,6 +104,12 @@ class ReflectionRunner:
             asker.custom_code_proposer = self._checking("code_proposer", adapter.custom_code_proposer)
         self._asker = asker
         """The adapter, with proposers whose answers are checked."""
+        self._hooks = {
+            "instruction_proposer": _unless_ours(adapter.custom_instruction_proposer),
+            "code_proposer": _unless_ours(adapter.custom_code_proposer),
+            "metric": adapter.metric_fn,
+        }
+        """The user's objects that an error may come from; what dspy's proposers raise is about the LM's reply."""
         self._judges_anew = False
         """Whether the metric has given another score, and so another judgement, when it was asked for feedback."""
         self._warns_on_mismatch = adapter.warn_on_score_mismatch
@@ -330,7 +336,7 @@ class ReflectionRunner:
                 return await call()
             except Exception as error:
                 raise_provider_fault(error, calls.errors)
-                hook = self._hook_that_raised(error)
+                hook = hook_that_raised(error, self._hooks)
                 if hook is not None:
                     logger.warning("%s raised %s: %.300s", hook, type(error).__name__, error)
                     if hook.startswith("metric"):
@@ -345,16 +351,6 @@ class ReflectionRunner:
                     is_of_reply = is_of_reply and not isinstance(error, CutOffReplyError | ProposalTypeError)
                     self._mistakes.record(kind, None if is_of_provider or is_of_reply else failure)
                 raise
-
-    def _hook_that_raised(self, error: Exception) -> str | None:
-        """Name the user's object that an error came from; what dspy's proposers raise is about the LM's reply."""
-        adapter = self._adapter
-        hooks = {
-            "instruction_proposer": _unless_ours(adapter.custom_instruction_proposer),
-            "code_proposer": _unless_ours(adapter.custom_code_proposer),
-            "metric": adapter.metric_fn,
-        }
-        return hook_that_raised(error, hooks)
 
 
 def _characters_of(record: Mapping[str, Any]) -> int:

@@ -226,21 +226,6 @@ def test_a_run_directory_that_may_only_be_read_is_read(
     assert "AsyncGEPA" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["report", "export"])
-def test_a_file_that_cannot_be_written_is_named(
-    command: str, counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(counted[0], run)
-    for out in (tmp_path / "missing" / "out", tmp_path):
-        assert f"'{out}' cannot be written" in refusal(capsys, *arguments(command, run, out), status=NOT_WRITTEN)
-    journal = (run / "journal.sqlite").read_bytes()
-    own = arguments(command, run, run / "journal.sqlite")
-    assert "is a run's journal" in refusal(capsys, *own, status=WRONG_ARGUMENT)
-    assert (run / "journal.sqlite").read_bytes() == journal
-    assert list(tmp_path.iterdir()) == [run]
-
-
 @pytest.mark.parametrize(
     "state", ["[]", '{"metadata": {}, "steps[0]": 3}', '{"metadata": {}, "steps[0]": {"signature": 3}}']
 )
@@ -284,6 +269,10 @@ def test_an_output_that_takes_nothing_ends_a_command_without_a_traceback(counted
         (["report", "RUN", "-o", "FOLDER"], NOT_WRITTEN, "cannot be written: Is a directory. Name a file"),
         (["report", "RUN", "-o", ""], NOT_WRITTEN, "'' cannot be written: Is a directory. Name a file"),
         (["report", "RUN", "-o", "GONE/page"], NOT_WRITTEN, "cannot be written: No such file or directory"),
+        (["export", "RUN", "FOLDER"], NOT_WRITTEN, "cannot be written: Is a directory. Name a file"),
+        (["export", "RUN", "GONE/program"], NOT_WRITTEN, "cannot be written: No such file or directory"),
+        (["export", "RUN", "RUN/journal.sqlite"], WRONG_ARGUMENT, "is a run's journal"),
+        (["report", "RUN", "-o", "RUN/journal.sqlite"], WRONG_ARGUMENT, "is a run's journal"),
         (["report", "RUN", "-o", "zero\0byte"], NOT_WRITTEN, "cannot be written: embedded null byte"),
         (["report", "RUN", "-o", "CIRCLE"], NOT_WRITTEN, "cannot be written: "),
         (["report", "RUN", "-o", "RUN/journal.lock"], WRONG_ARGUMENT, "journal.lock, which is not written over"),

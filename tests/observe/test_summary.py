@@ -112,6 +112,14 @@ def test_dollars_are_counted_without_being_asked_for_and_unknown_prices_say_so()
     assert dollars.count("unknown") == 1
 
 
+def shown_by(code: str, *arguments: str) -> str:
+    """What a script writes to stderr, its bars included."""
+    env = os.environ | {"TQDM_DISABLE": "", "TQDM_MININTERVAL": "0"}
+    command = [sys.executable, "-c", code, *arguments]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, check=True)
+    return ran.stderr
+
+
 BAR = """
 import logging
 from tests.contract.worlds import World, play
@@ -124,19 +132,12 @@ play(World(seed=3), 120, num_threads=8, gepa_kwargs=on("on_candidate_accepted", 
 
 @pytest.mark.long
 def test_the_bar_has_the_seed_the_best_and_its_end_and_lines_of_the_log_stand_alone() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", BAR],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TQDM_DISABLE": "", "TQDM_MININTERVAL": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    bars = [part for part in re.split(r"[\r\n]", ran.stderr) if "rollouts/s" in part or "s/rollouts" in part]
+    shown = shown_by(BAR)
+    bars = [part for part in re.split(r"[\r\n]", shown) if "rollouts/s" in part or "s/rollouts" in part]
     assert re.search(r"best 0\.\d+ \(seed 0\.250\), \d+ accepted", bars[-1])
     assert "100%" in bars[-1]
-    assert "validating the seed" in ran.stderr
-    logged = [line for line in re.split(r"[\r\n]", ran.stderr) if "SAID THIS" in line]
+    assert "validating the seed" in shown
+    logged = [line for line in re.split(r"[\r\n]", shown) if "SAID THIS" in line]
     assert logged
     assert not [line for line in logged if "rollouts/s" in line or not line.endswith("SAID THIS")]
 
@@ -153,16 +154,9 @@ for calls in (60, 120):
 
 @pytest.mark.long
 def test_the_bar_of_a_run_that_goes_on_begins_where_that_was(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", RESUMED, str(tmp_path / "run")],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TQDM_DISABLE": "", "TQDM_MININTERVAL": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    shown = shown_by(RESUMED, str(tmp_path / "run"))
     first, second = (
-        [line for line in re.split(r"[\r\n]", part) if "rollouts/s" in line] for part in ran.stderr.split("SESSION")[1:]
+        [line for line in re.split(r"[\r\n]", part) if "rollouts/s" in line] for part in shown.split("SESSION")[1:]
     )
     ends = [int(re.findall(r"(\d+)/\d+ \[", lines[-1])[0]) for lines in (first, second)]
     begins = [int(re.findall(r"(\d+)/\d+ \[", lines[0])[0]) for lines in (first, second)]
@@ -195,15 +189,8 @@ with dspy.context(lm=task):
 
 @pytest.mark.long
 def test_the_bar_has_the_time_that_is_left_and_names_no_dollars_where_a_price_is_unknown() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", TIMED % PRICE],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TQDM_DISABLE": "", "TQDM_MININTERVAL": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    timed, counted, priced = (re.split(r"[\r\n]", part) for part in ran.stderr.split("PRICES"))
+    shown = shown_by(TIMED % PRICE)
+    timed, counted, priced = (re.split(r"[\r\n]", part) for part in shown.split("PRICES"))
     assert [line for line in timed if re.search(r"about \d+ min \d\d s left, best 0\.\d+ \(seed", line)]
     assert [line for line in timed if "finishing, best" in line]
     assert [line for line in counted if re.search(r"about \d+(\.\d)? .*left, best 0\.\d+ \(seed", line)]

@@ -29,24 +29,16 @@ class SyncOnlyLM(BaseLM):
         raise NotImplementedError
 
 
-def test_a_program_whose_forward_was_patched_runs_in_a_thread() -> None:
-    program = Chain()
-    program.forward = lambda question: dspy.Prediction(answer="patched")  # type: ignore[method-assign]
-    assert not runs_on_loop(program)
-
-
-def test_a_program_runs_in_a_thread_when_an_lm_cannot_be_awaited() -> None:
+def test_a_patched_forward_and_an_lm_that_cannot_be_awaited_run_in_a_thread() -> None:
+    patched, with_own_lm = Chain(), Chain()
+    patched.forward = lambda question: dspy.Prediction(answer="patched")  # type: ignore[method-assign]
+    with_own_lm.set_lm(SyncOnlyLM("m"))
+    assert not runs_on_loop(patched)
+    assert not runs_on_loop(with_own_lm)
     with dspy.context(lm=task_lm(asynchronous=False)):
         assert not runs_on_loop(Chain())
-    program = Chain()
-    program.set_lm(SyncOnlyLM("m"))
-    assert not runs_on_loop(program)
-
-
-def test_which_lms_answer_asynchronously() -> None:
-    assert answers_asynchronously(dspy.LM("openai/gpt-4o-mini"))
-    assert answers_asynchronously(DummyLM([{"answer": "x"}]))
-    assert not answers_asynchronously(SyncOnlyLM("m"))
+    lms = dspy.LM("openai/gpt-4o-mini"), DummyLM([{"answer": "x"}]), SyncOnlyLM("m")
+    assert [answers_asynchronously(lm) for lm in lms] == [True, True, False]
 
 
 # Metrics

@@ -74,11 +74,6 @@ def box() -> Generator[Lab]:
         assert started.is_well()
 
 
-def sent(frame: bytes) -> str:
-    """A body that sends a frame of its own."""
-    return wire_code(f"os.write(wire, ({len(frame)}).to_bytes(4, 'big') + {frame!r})\nimport time; time.sleep(60)")
-
-
 @given(REQUEST)
 def test_an_lm_request_is_read_or_refused(request: Any) -> None:
     try:
@@ -114,17 +109,6 @@ def test_a_frame_that_is_too_deep_is_refused(depth: int, begin: str, end: str) -
     nested = begin * (depth - 1) + "0" + end * (depth - 1)
     with pytest.raises(WireError, match=r"in each other|RecursionError"):
         decode(f'{{"memory":{nested}}}'.encode())
-
-
-@pytest.mark.parametrize("frame", [
-    b'{"lm":{"messages":[{"role":["user"],"content":"x"}]}}',
-    b'{"kind":"done","fields":{},"memory":1e999}',
-    b'{"kind":"done","fields":{},"memory":' + b"[" * 500 + b"]" * 500 + b"}",
-])  # fmt: skip
-def test_a_child_that_sends_what_cannot_be_read_has_failed(box: Lab, frame: bytes) -> None:
-    outcome = box.run(module(sent(frame)))
-    assert outcome.failure is not None
-    assert outcome.failure.reason == "protocol"
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
