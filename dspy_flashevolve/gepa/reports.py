@@ -33,7 +33,7 @@ gepa_logger = logger_named("dspy.teleprompt.gepa.gepa")
 """dspy.GEPA's: what the run says, and what each iteration does."""
 _ITERATION = re.compile(r"Iteration (\d+): ")
 _LONG = re.compile(
-    r": (Proposed new text|Individual valset scores|New valset pareto front scores|Updated valset pareto front) "
+    r": (Proposed new text|Individual valset scores|New valset pareto front|Updated valset pareto front) "
 )
 """Lines with a whole prompt, or with scores of every example. The scores are in ``detailed_results``, too."""
 BASE = "Base program full valset score"

@@ -61,14 +61,10 @@ class Screening:
         """Take note of a screen."""
         self._passed.append(passed)
 
-    @property
-    def children_help(self) -> bool:
-        """Whether nearly all children beat their parents (mean of the share's posterior, from a uniform prior)."""
-        return (sum(self._passed) + 1) / (len(self._passed) + 2) >= HELPFUL
-
     def is_needed(self, step: int) -> bool:
         """Whether the child of a step is to be screened."""
-        return not self.children_help or step % CHECKED_EVERY == 0
+        helpful = (sum(self._passed) + 1) / (len(self._passed) + 2)  # mean of its posterior, from a uniform prior
+        return helpful < HELPFUL or step % CHECKED_EVERY == 0
 
     async def wait_for_first(self) -> None:
         """Wait while the first screens run, where one more would only tell what they tell."""
