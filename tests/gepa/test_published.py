@@ -154,41 +154,32 @@ def test_a_worker_pool_bounds_the_requests_of_its_stage_and_the_median_rule_move
 # What is refused
 
 
-@pytest.mark.parametrize("share", [0, 0.0, -0.1, 1.01, float("nan"), float("inf"), True, "half", None])
-def test_a_share_that_is_none_is_refused_with_its_name(share: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"Workflow: validate is {share!r}, expected a share"):
-        Workflow(validate=share)
+NO_STAGES = [4, "rollout", [("rollout", 2)], {"screens": 2}, {1: 2}, {"rollout": 2, None: 1}]
+REFUSED = {
+    "validate": (
+        [0, 0.0, -0.1, 1.01, float("nan"), float("inf"), True, "half", None],
+        "validate is .*, expected a share",
+    ),
+    "rounds": ([0, -1, 1.5, True, None, "3"], "rounds is"),
+    "live_steps": ([0, -1, 1.5, True, "3"], "live_steps is"),
+    "median_seconds": ([0, -1.0, float("nan"), True, "60"], "median_seconds is"),
+    "workers": (NO_STAGES, "workers is .*; stages are rollout, propose, integrate"),
+}
 
 
-@pytest.mark.parametrize("rounds", [0, -1, 1.5, True, None, "3"])
-def test_rounds_are_a_whole_number_of_at_least_one(rounds: Any) -> None:
-    with pytest.raises(ConfigurationError, match="Workflow: rounds is"):
-        Workflow(rounds=rounds)
-
-
-@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "3"])
-def test_live_steps_are_a_whole_number_of_at_least_one_or_none(steps: Any) -> None:
-    with pytest.raises(ConfigurationError, match="Workflow: live_steps is"):
-        Workflow(live_steps=steps)
-    assert Workflow(live_steps=None).live_steps is None
-
-
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), True, "60"])
-def test_a_window_of_the_median_rule_is_a_number_of_seconds(seconds: Any) -> None:
-    with pytest.raises(ConfigurationError, match="Workflow: median_seconds is"):
-        Workflow(median_seconds=seconds)
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, (values, _) in REFUSED.items() for value in values]
+)
+def test_an_option_out_of_its_range_is_refused_with_its_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"Workflow: {REFUSED[name][1]}") as caught:
+        Workflow(**{name: value})
+    assert f"{name} is {value!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize("pool", [0, -1, 1.5, True, "8", None, (4,), (4, 2), (0, 3), (1, 2, 3), [2, 4]])
 def test_workers_are_a_number_for_a_stage_or_the_fewest_and_the_most(pool: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"Workflow: workers\['propose'\] is .*, expected a whole number"):
         Workflow(workers={"propose": pool}, median_seconds=10.0)
-
-
-@pytest.mark.parametrize("workers", [4, "rollout", [("rollout", 2)], {"screens": 2}, {1: 2}, {"rollout": 2, None: 1}])
-def test_workers_are_given_by_the_names_of_stages(workers: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"Workflow: workers is .*; stages are rollout, propose, integrate"):
-        Workflow(workers=workers)
 
 
 def test_workers_that_may_change_need_something_that_moves_them() -> None:
@@ -202,6 +193,7 @@ def test_the_ends_of_the_ranges_are_allowed_and_by_default_every_stage_waits_for
     assert (one.rounds, one.live_steps) == (1, 1)
     one = Workflow()
     assert (one.validate, one.median_seconds) == (1.0, None)
+    assert Workflow(live_steps=None).live_steps is None
     assert len({Workflow(), Workflow(), Workflow(validate=0.5)}) == 2
 
 
