@@ -65,6 +65,10 @@ class ReflectionCalls:
         """Count calls for proposals or consolidations."""
         self.reflections += calls
 
+    def record_integrations(self, calls: int) -> None:
+        """Count calls for repairs."""
+        self.integrations += calls
+
     @property
     def total(self) -> int:
         """Calls of this session."""
