@@ -394,6 +394,6 @@ def _candidates_of(data: dict[str, Any]) -> tuple[tuple[Candidate, ...], int]:
     for index, (texts, scores, parents, calls) in enumerate(zip(*columns, strict=True)):
         mean = sum(scores.values()) / len(scores) if scores else None
         by_example = {id_text(example_id): score for example_id, score in scores.items()}
-        place: dict[str, int] = {"step": BEFORE_STEPS, "calls": calls, "version": index}
-        candidates.append(Candidate(index, texts, mean, by_example, tuple(parents), **place))
+        one = Candidate(index, texts, mean, by_example, tuple(parents), step=BEFORE_STEPS, calls=calls, version=index)
+        candidates.append(one)
     return tuple(candidates), state.total_num_evals
