@@ -16,14 +16,7 @@ from dspy.utils.callback import BaseCallback
 from dspy.utils.usage_tracker import track_usage
 from opentelemetry import context, metrics, trace  # pyright: ignore[reportMissingImports]
 
-from dspy_flashevolve.engine.events import (
-    Committed,
-    Event,
-    RolloutFinished,
-    StageVisited,
-    StepClosed,
-    StepOpened,
-)
+from dspy_flashevolve.engine.events import Committed, Event, RolloutFinished, StageVisited, StepClosed, StepOpened
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot
 from dspy_flashevolve.engine.steps import EndKind

@@ -94,9 +94,8 @@ class StudentAdapter(DspyAdapter):
         try:
             with self._building:
                 if for_rollouts not in self._copiers:
-                    self._copiers[for_rollouts] = Copier(
-                        copy_of(self.student) if for_rollouts else self.student, is_of_run=for_rollouts
-                    )
+                    original = copy_of(self.student) if for_rollouts else self.student
+                    self._copiers[for_rollouts] = Copier(original, is_of_run=for_rollouts)
                 program = self._copiers[for_rollouts].copy()
                 rebind_flex_code(program, candidate)
         except SystemError:  # PARSER_ERROR
@@ -170,11 +169,10 @@ class Copier:
         if id(holder) not in self._to_modules:
             self._share(holder)
         elif isinstance(lock, THREAD_MUTEXES + LOOP_MUTEXES):
-            is_module = isinstance(holder, Module)
-            beside = (
-                [part for name, part in vars(holder).items() if name not in OF_DSPY] if is_module else _parts_of(holder)
-            )
-            for part in beside:
+            parts = _parts_of(holder)
+            if isinstance(holder, Module):
+                parts = [part for name, part in vars(holder).items() if name not in OF_DSPY]
+            for part in parts:
                 self._share(part)
 
     def _share(self, value: Any) -> None:

@@ -334,12 +334,10 @@ def _check_size(state: Any, most: int) -> None:
     count, left = 0, [state]
     while left:
         value = left.pop()
-        parts: Any = (
-            value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
-        )
-        count += 1 + len(parts)
+        count += 1 + len(value)
         if count > most:
             raise NotDataError("holds more parts than bytes")
+        parts: Any = value.values() if isinstance(value, dict) else value
         left += [part for part in parts if isinstance(part, dict | list | tuple | set)]
 
 
@@ -362,15 +360,12 @@ def _state_of(data: dict[str, Any]) -> GEPAState[Any, Any]:
     candidates, names = state.program_candidates, state.list_of_named_predictors
     cache = state.evaluation_cache
     entries: list[Any] = [] if cache is None else list(cache._cache.values())  # pyright: ignore[reportPrivateUsage]
+    older = [(parent, index) for index, held in enumerate(state.parent_program_for_candidate) for parent in held]
     fits = (
         state.is_consistent(),
         all(set(names) == texts.keys() for texts in candidates),
         all(0 <= turn < len(names) for turn in state.named_predictor_id_to_update_next_for_program_candidate),
-        all(
-            parent is None or 0 <= parent < index
-            for index, parents in enumerate(state.parent_program_for_candidate)
-            for parent in parents
-        ),
+        all(parent is None or 0 <= parent < index for parent, index in older),
         all(type(entry["i"]) is int for entry in state.full_program_trace),
         all(type(entry) is CachedEvaluation and type(_score(entry.score)) is float for entry in entries),
     )
@@ -395,17 +390,10 @@ def _candidates_of(data: dict[str, Any]) -> tuple[tuple[Candidate, ...], int]:
         state.parent_program_for_candidate,
         state.num_metric_calls_by_discovery,
     )
-    candidates = (
-        Candidate(
-            index,
-            texts,
-            sum(scores.values()) / len(scores) if scores else None,
-            {id_text(example_id): score for example_id, score in scores.items()},
-            tuple(parents),
-            step=BEFORE_STEPS,
-            calls=calls,
-            version=index,
-        )
-        for index, (texts, scores, parents, calls) in enumerate(zip(*columns, strict=True))
-    )
+    candidates: list[Candidate] = []
+    for index, (texts, scores, parents, calls) in enumerate(zip(*columns, strict=True)):
+        mean = sum(scores.values()) / len(scores) if scores else None
+        by_example = {id_text(example_id): score for example_id, score in scores.items()}
+        one = Candidate(index, texts, mean, by_example, tuple(parents), step=BEFORE_STEPS, calls=calls, version=index)
+        candidates.append(one)
     return tuple(candidates), state.total_num_evals

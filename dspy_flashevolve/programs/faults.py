@@ -88,17 +88,10 @@ REFUSALS = (401, 402, 403, 404)
 REFUSALS_OF_CONTENT = (403, 404)
 """Out of these, what a gateway also answers to one request for what is in it: OpenRouter a moderated text with 403, a
 picture that no endpoint of the model supports with 404."""
+TIMEOUTS = (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)  # one and the same since Python 3.11
 BROKEN = (
-    ConnectionError,
-    TimeoutError,
-    asyncio.TimeoutError,  # not the builtin one before Python 3.11
-    concurrent.futures.TimeoutError,
-    http.client.HTTPException,
-    json.JSONDecodeError,
-    EOFError,
-    LookupError,
-    AttributeError,
-)
+    *TIMEOUTS, ConnectionError, http.client.HTTPException, json.JSONDecodeError, EOFError, LookupError, AttributeError,
+)  # fmt: skip
 """What an LM raises that lost its connection, or could not find its way in the body of a reply."""
 
 
@@ -201,12 +194,6 @@ def fault_of(error: BaseException, lm_errors: Sequence[BaseException] = ()) -> t
     Args:
         error: what a program, a metric or a proposer raised, with its chain of causes.
         lm_errors: what LM calls raised meanwhile.
-
-    >>> fault_of(TimeoutError()) is None
-    True
-    >>> timeout = TimeoutError()
-    >>> fault_of(timeout, lm_errors=[timeout])[0]
-    <Fault.LATER: 1>
     """
     calls = {id(lm_error) for lm_error in lm_errors}
     for link in chain_of(error):
@@ -242,12 +229,6 @@ def was_never_sent(error: BaseException) -> bool:
     or an LM of the user's own has a mistake in its code.
 
     Such an error may look like a provider's: litellm calls it an internal server error, with the status 500.
-
-    >>> try:
-    ...     json.dumps({"lm": object()})
-    ... except TypeError as error:
-    ...     was_never_sent(error)
-    True
     """
     for number, link in enumerate(chain_of(error)):
         if number and isinstance(link, LMError):
@@ -281,11 +262,7 @@ def is_of_request(error: BaseException) -> bool:
 
 
 def is_out_of_context(error: BaseException) -> bool:
-    """Whether a request was refused since its prompt is longer than the model's context.
-
-    >>> is_out_of_context(dspy.ContextWindowExceededError()), is_out_of_context(ValueError("no such context"))
-    (True, False)
-    """
+    """Whether a request was refused since its prompt is longer than the model's context."""
     for link in chain_of(error):
         if isinstance(link, AdapterParseError):
             return False  # its message quotes a reply
@@ -299,8 +276,7 @@ def is_out_of_context(error: BaseException) -> bool:
 
 def is_timeout(error: BaseException) -> bool:
     """Whether there was no answer in time."""
-    timeouts = (LMTimeoutError, TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
-    return isinstance(error, timeouts) or _status_of(error) == 408
+    return isinstance(error, (LMTimeoutError, *TIMEOUTS)) or _status_of(error) == 408
 
 
 def raise_provider_fault(
@@ -390,11 +366,7 @@ def _fault(error: BaseException, is_of_call: bool) -> Fault | None:
 
 
 def _of_status(status: int) -> Fault:
-    """Classify an HTTP status; one under 400 comes with a body that could not be read.
-
-    >>> [_of_status(status).name for status in (200, 400, 404, 429, 503)]
-    ['LATER', 'REQUEST', 'NEVER', 'LATER', 'LATER']
-    """
+    """Classify an HTTP status; one under 400 comes with a body that could not be read."""
     if status in REFUSALS:
         return Fault.NEVER
     return Fault.LATER if status in WAITS or status < 400 or status >= 500 else Fault.REQUEST
@@ -459,11 +431,7 @@ def retry_after_of(error: BaseException) -> float | None:
 
 
 def _seconds_in(value: str) -> float | None:
-    """Read seconds or a date, as HTTP has it; None for anything else.
-
-    >>> _seconds_in("3"), _seconds_in("soon")
-    (3.0, None)
-    """
+    """Read seconds or a date, as HTTP has it; None for anything else."""
     try:
         if "." in value or value.strip().isdigit():
             return max(0.0, float(value))

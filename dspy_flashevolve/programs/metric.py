@@ -46,13 +46,6 @@ INTROSPECTION = frozenset({"_getframe", "currentframe", "dir", "eval", "exec", "
 def looks_at_the_call(metric: Callable[..., Any]) -> bool | None:
     """Whether a metric may answer differently when it is asked for feedback instead of a score: its code uses trace,
     pred_name or pred_trace. None where there is no such code to look into.
-
-    >>> looks_at_the_call(lambda gold, pred, trace=None, pred_name=None, pred_trace=None: gold == pred)
-    False
-    >>> looks_at_the_call(lambda gold, pred, trace=None, pred_name=None, pred_trace=None: pred_name == "step")
-    True
-    >>> looks_at_the_call(lambda *arguments: 1.0) is None
-    True
     """
     function: Any = metric
     while isinstance(function, functools.partial):
@@ -183,12 +176,7 @@ def check_metric(metric: MetricFn) -> None:
 
 
 def no_score(metric: str, returned: Any, example: Any) -> Exception:
-    """Make the error to raise for what is no score.
-
-    >>> no_score("exact_match", None, "the example")
-    TypeError("metric exact_match returned None for the example 'the example', expected a finite number, or a \
-dspy.Prediction with a score that is one.")
-    """
+    """Make the error to raise for what is no score."""
     kind = ValueError if isinstance(returned, float) else TypeError
     return kind(
         f"metric {metric} returned {returned!r:.200} for the example {example!r:.500}, expected a finite number, or a "
@@ -202,11 +190,7 @@ def is_coroutine_metric(metric: MetricFn) -> bool:
 
 
 def name_of(code: Any) -> str:
-    """Name a user's function, or the class of a callable object, for a message.
-
-    >>> name_of(is_coroutine_metric), name_of(nullcontext())
-    ('is_coroutine_metric', 'nullcontext')
-    """
+    """Name a user's function, or the class of a callable object, for a message."""
     return str(getattr(code, "__qualname__", None) or type(code).__qualname__)
 
 

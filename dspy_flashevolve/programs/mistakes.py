@@ -161,9 +161,5 @@ class _FirstAttempts:
 
 
 def error_text(error: BaseException) -> str:
-    """An error as messages show it.
-
-    >>> error_text(KeyError("name"))
-    "KeyError: 'name'"
-    """
+    """An error as messages show it."""
     return f"{type(error).__name__}: {error}"

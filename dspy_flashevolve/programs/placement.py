@@ -50,12 +50,7 @@ def _listed(tools: Any) -> list[Any]:
 
 
 def is_coroutine_tool(tool: Any) -> bool:
-    """Whether a tool has to be awaited: by its function, what that wraps, or an ``acall`` of its own.
-
-    >>> async def search(query: str) -> str: ...
-    >>> is_coroutine_tool(search), is_coroutine_tool(Tool(search)), is_coroutine_tool(Tool(lambda: 1, name="one"))
-    (True, True, False)
-    """
+    """Whether a tool has to be awaited: by its function, what that wraps, or an ``acall`` of its own."""
     if isinstance(tool, Tool) and type(tool).acall is not Tool.acall:
         return True
     function: Any = tool.func if isinstance(tool, Tool) else tool

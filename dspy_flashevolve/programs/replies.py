@@ -87,11 +87,7 @@ def recording_cut_off_replies() -> Generator[list[str], None, None]:
 
 
 def is_cut_off(reply: Any) -> bool:
-    """Whether a reply ends where its tokens were used up, and not where the model meant it to.
-
-    >>> is_cut_off({"choices": [{"finish_reason": "length"}]}), is_cut_off({"choices": [{"finish_reason": "stop"}]})
-    (True, False)
-    """
+    """Whether a reply ends where its tokens were used up, and not where the model meant it to."""
     if isinstance(reply, tuple | list):
         return any(map(is_cut_off, cast("Sequence[Any]", reply)))
     choices = _get(reply, "choices") or [reply]
@@ -103,9 +99,6 @@ def failure_in(reply: Any) -> str:
 
     A reply that was cut off at its length or by a content filter, a refusal, reasoning without an answer and an empty
     text are what the model said. A text that is empty since no token was written is not.
-
-    >>> failure_in({"choices": []}), failure_in({"choices": [{"message": {"content": ""}}]})
-    ('the reply holds no message', '')
     """
     if isinstance(reply, tuple | list):
         return next(filter(None, map(failure_in, cast("Sequence[Any]", reply))), "")

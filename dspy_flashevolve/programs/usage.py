@@ -217,13 +217,7 @@ def counted_call(others: Sequence[CountLate] = ()) -> Generator[None, None, None
 
 
 def tokens_of(tracker: UsageTracker) -> int:
-    """Sum the prompt and completion tokens that the LMs reported.
-
-    >>> tracker = UsageTracker()
-    >>> tracker.add_usage("lm", {"prompt_tokens": 3, "completion_tokens": 4})
-    >>> tokens_of(tracker)
-    7
-    """
+    """Sum the prompt and completion tokens that the LMs reported."""
     return sum(tokens_of_call(entry) for _, entry in _entries(tracker))
 
 

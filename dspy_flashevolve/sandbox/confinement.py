@@ -104,17 +104,19 @@ _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _call(number: int, *args: object) -> int:
-    result = int(_libc.syscall(ctypes.c_long(number), *args))
+def _done(result: int, what: str) -> int:
+    """Return what a function of libc's has returned; an OSError where it has failed."""
     if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
+        raise OSError(ctypes.get_errno(), what)
     return result
 
 
+def _call(number: int, *args: object) -> int:
+    return _done(int(_libc.syscall(ctypes.c_long(number), *args)), f"system call {number}")
+
+
 def _prctl(option: int, value: int) -> None:
-    if _libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)):
-        raise OSError(ctypes.get_errno(), "prctl")
+    _done(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)), "prctl")
 
 
 def clone(flags: int) -> int:
@@ -134,8 +136,7 @@ def clone(flags: int) -> int:
 
 def unshare(flags: int) -> None:
     """Move this process into new namespaces. Call it in a process with one thread only."""
-    if _libc.unshare(ctypes.c_int(flags)):
-        raise OSError(ctypes.get_errno(), "unshare")
+    _done(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
 def map_identity(uid: int, gid: int) -> None:
@@ -149,21 +150,18 @@ def cover(path: str, size_bytes: int, mode: int = 0o755) -> None:
     """Mount an empty private memory file system over a directory."""
     options = f"size={size_bytes},mode={mode:o},nr_inodes=4096".encode()
     flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-    if _libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", flags, options):
-        raise OSError(ctypes.get_errno(), f"mount over {path}")
+    _done(_libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", flags, options), f"mount over {path}")
 
 
 def bind(open_directory: int, path: str) -> None:
     """Mount an open directory at ``path``, too."""
     source = f"/proc/self/fd/{open_directory}".encode()
-    if _libc.mount(source, os.fsencode(path), None, ctypes.c_ulong(_MS_BIND | _MS_REC), None):
-        raise OSError(ctypes.get_errno(), f"bind {path}")
+    _done(_libc.mount(source, os.fsencode(path), None, ctypes.c_ulong(_MS_BIND | _MS_REC), None), f"bind {path}")
 
 
 def make_mounts_private() -> None:
     """Keep later mounts of this process from being seen by the rest of the machine."""
-    if _libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None):
-        raise OSError(ctypes.get_errno(), "mount --make-rprivate /")
+    _done(_libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None), "mount --make-rprivate /")
 
 
 def make_mounts_read_only() -> None:
@@ -174,8 +172,7 @@ def make_mounts_read_only() -> None:
 
 def drop_capabilities() -> None:
     """Give up every capability, those in a new user namespace included."""
-    if _libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)):
-        raise OSError(ctypes.get_errno(), "capset")
+    _done(_libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)), "capset")
 
 
 def adopt_orphans() -> None:
@@ -236,8 +233,8 @@ def refuse_system_calls() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     memory = ctypes.create_string_buffer(program, len(program))
     head = struct.pack("@HP", len(program) // 8, ctypes.addressof(memory))
-    if _libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), head, ctypes.c_ulong(0), ctypes.c_ulong(0)):
-        raise OSError(ctypes.get_errno(), "seccomp")
+    mode, nothing = ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.c_ulong(0)
+    _done(_libc.prctl(_PR_SET_SECCOMP, mode, head, nothing, nothing), "seccomp")
 
 
 def _program(machine: str, own_pid: int) -> bytes:
@@ -375,10 +372,8 @@ def hide_others_files(kept: Iterable[str]) -> bool:
     private = private_folders(kept) if user == 0 else ()
     places = dict.fromkeys((*HIDDEN, os.path.realpath(tempfile.gettempdir()), *private))
     hidden = [path for path in places if os.path.isdir(path) and not os.path.islink(path)]
-    inside = [
-        path for path in kept if os.path.isdir(path) and any(Path(path).is_relative_to(folder) for folder in hidden)
-    ]
-    held = [(path, os.open(path, os.O_PATH | os.O_DIRECTORY)) for path in inside]
+    inside = [path for path in kept if any(Path(path).is_relative_to(folder) for folder in hidden)]
+    held = [(path, os.open(path, os.O_PATH | os.O_DIRECTORY)) for path in inside if os.path.isdir(path)]
     for path in hidden:
         os.makedirs(path, exist_ok=True)
         cover(path, 64 << 20)

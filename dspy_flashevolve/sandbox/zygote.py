@@ -133,9 +133,8 @@ def serve(connection: socket.socket, scratch: str, readable: tuple[str, ...]) ->
     for stream in (sys.stdout, sys.stderr):
         cast("TextIOWrapper", stream).reconfigure(line_buffering=True, errors="replace")
     if job["audited"]:
-        forbid(
-            scratch, readable, lambda attempt: wire.end({"kind": "failed", "reason": "forbidden", "message": attempt})
-        )
+        failed = {"kind": "failed", "reason": "forbidden"}
+        forbid(scratch, readable, lambda attempt: wire.end({**failed, "message": attempt}))
     try:
         answer = {"kind": "done", **_run(job, wire)}
         payload = {**answer, "printed": _tail(printed)}
@@ -358,9 +357,7 @@ class Zygote:
         os.close(pidfd)
         _, status, usage = os.wait4(child.pid, 0)
         if not self._layers.namespaces:
-            with contextlib.suppress(
-                ProcessLookupError
-            ):  # safe: a process id is not reused while its group has members
+            with contextlib.suppress(ProcessLookupError):  # a process id is not reused while its group has members
                 os.killpg(child.pid, signal.SIGKILL)
             shutil.rmtree(os.path.join(self._scratch, str(child.job)), ignore_errors=True)
         self._report(ended=child.job, status=status, cpu_seconds=usage.ru_utime + usage.ru_stime, why=child.why)

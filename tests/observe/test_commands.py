@@ -228,7 +228,6 @@ def test_diff_shows_what_changed_from_one_candidate_to_another(
     assert lines == ["--- a of candidate 0", "+++ a of candidate 1", "@@ -1,2 +1,2 @@", " one", "-two", "+three"]
     assert "have the same texts" in output_of(capsys, "diff", tmp_path, "1", "best")
     assert "+three" in output_of(capsys, "lineage", tmp_path, "--prompts")
-    assert "candidate '7', expected best, seed or one of 0, 1" in error_of(capsys, "diff", tmp_path, "0", "7")
 
 
 # export
@@ -263,8 +262,6 @@ def test_an_export_onto_a_saved_program_has_its_demos_and_fields(
     assert [len(step.demos) for step in loaded.steps] == [0, 1]
     Chain(1).save(base)
     assert "says nothing of steps[1]" in error_of(capsys, "export", directory, "--program", base, out)
-    base.write_text("[]")
-    assert "holds no program" in error_of(capsys, "export", directory, "--program", base, out)
 
 
 def instructions(program: Any) -> list[str]:

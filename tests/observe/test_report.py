@@ -162,9 +162,10 @@ def test_scores_by_example_mark_the_pareto_front_and_leave_out_who_is_not_on_it(
     assert short.left_out == (1, 1)
 
 
-def large(directory: Path) -> None:
+@pytest.fixture(scope="module")
+def large_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """5,000 rollouts, 300 steps with long feedback, 120 candidates with long prompts."""
-    rng = random.Random(0)
+    rng, directory = random.Random(0), tmp_path_factory.mktemp("large")
     texts = {"answer": "\n".join(f"- rule {line}: {rng.random()}" for line in range(60))}
     with Session(directory) as session:
         session.written.record_commit(0, 0, 0, texts, [], {}, 0.1)
@@ -191,12 +192,6 @@ def large(directory: Path) -> None:
         for example in range(200):
             session.ran(299, texts, example, 0.5, stage="validate", split="val", tokens=900, cost_dollars=0.001)
         session.ends("finished")
-
-
-@pytest.fixture(scope="module")
-def large_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("large")
-    large(directory)
     return directory
 
 

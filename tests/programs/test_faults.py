@@ -132,28 +132,17 @@ def test_what_the_request_or_the_model_is_to_blame_for_is_a_failure_of_the_candi
 
 
 @every_way
-def test_a_reply_without_a_message_is_asked_for_once_more_past_the_cache(engine: str, kind: Any, tmp_path: Any) -> None:
+def test_a_reply_without_a_message_is_asked_for_once_more_past_the_cache(
+    engine: str, kind: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = iter(["no_choices", "null_content", "good"])
-    with BrokenServer(lambda prompt: next(names)) as server, isolated_cache(tmp_path):
+    monkeypatch.setattr(dspy, "cache", dspy.cache)  # which puts it back
+    dspy.configure_cache(disk_cache_dir=str(tmp_path))
+    with BrokenServer(lambda prompt: next(names)) as server:
         lm = server.lm("chosen", engine, cache=True, num_retries=2)
         retry = RetryPolicy(first_seconds=0.0)
         assert rolled_out(lm, kind(), retry=retry).output.answer == "5"
         assert not list(names), "the second and the third reply were not the first one from the cache"
-
-
-def isolated_cache(path: Any) -> Any:
-    from contextlib import contextmanager
-
-    @contextmanager
-    def changed() -> Iterator[None]:
-        before = dspy.cache
-        dspy.configure_cache(disk_cache_dir=str(path))
-        try:
-            yield
-        finally:
-            dspy.cache = before
-
-    return changed()
 
 
 def test_looking_at_replies_keeps_the_users_choice_of_histories(server: BrokenServer) -> None:
@@ -268,26 +257,12 @@ def test_a_metric_whose_judge_times_out_gives_no_score() -> None:
 # Chains of causes
 
 
-def raised(make: Callable[[], Any]) -> Exception:
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        make()
-    return caught.value
-
-
 def hiding(error: Exception, over: Exception, how: str) -> Exception:
     """``over``, raised while ``error`` was handled."""
-
-    def fail() -> None:
-        try:
-            raise error
-        except Exception as caught:
-            if how == "from":
-                raise over from caught
-            if how == "from None":
-                raise over from None
-            raise over  # noqa: B904
-
-    return raised(fail)
+    over.__context__ = error
+    if how != "meanwhile":
+        over.__cause__ = error if how == "from" else None  # which suppresses the context, too
+    return over
 
 
 @pytest.mark.parametrize("how", ["from", "meanwhile"])

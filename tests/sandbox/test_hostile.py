@@ -161,17 +161,13 @@ def test_nothing_outside_its_scratch_directory_is_written(either: Lab, tmp_path:
 
 def test_the_environment_is_empty(either: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    outcome = either.run(module("import os; found = dict(os.environ)"))
-    assert outcome.fields["answer"] == {}
-    assert "KeyError" in failure_of(either, "import os; found = os.environ['OPENAI_API_KEY']", "error")
+    assert either.run(module("import os; found = dict(os.environ)")).fields["answer"] == {}
 
 
 @pytest.mark.parametrize("path", ["/proc/self/environ", f"/proc/{os.getpid()}/environ", "/proc/1/environ"],
                          ids=["own", "host", "first"])  # fmt: skip
 def test_the_host_s_environment_cannot_be_read(either: Lab, path: str) -> None:
-    outcome = either.run(module(f"found = open({path!r}).read()"))
-    assert outcome.failure is not None
-    assert outcome.failure.reason in ("forbidden", "error")
+    failure_of(either, f"found = open({path!r}).read()", "forbidden", "error")
 
 
 def test_what_a_candidate_prints_is_cut(audited: Lab) -> None:

@@ -22,12 +22,9 @@ from dspy_flashevolve.sandbox.sandbox import Role, parse_request
 from tests.sandbox.test_hostile import wire_code
 from tests.sandbox.worlds import Lab, lab, module
 
+NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
+    st.none() | st.booleans() | NUMBERS | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
@@ -42,26 +39,10 @@ OPTIONS = JSON | st.dictionaries(st.sampled_from(["temperature", "n", "stop", "s
 REQUEST = JSON | st.fixed_dictionaries(
     {"messages": JSON | st.lists(MESSAGE, max_size=3)}, optional={"options": OPTIONS}
 )
-TOKENS = st.sampled_from(
-    [
-        "```",
-        "```python\n",
-        "\n",
-        " ",
-        "(" * 200,
-        "x.a" * 300,
-        "class A(",
-        "dspy.Module",
-        "):\n",
-        "    def forward(self, question):",
-        " pass",
-        "\0",
-        "\ud800",
-        "\r",
-        "# based on: 9",
-        "é",
-    ]
-)
+TOKENS = st.sampled_from([
+    "```", "```python\n", "\n", " ", "(" * 200, "x.a" * 300, "class A(", "dspy.Module", "):\n",
+    "    def forward(self, question):", " pass", "\0", "\ud800", "\r", "# based on: 9", "é",
+])  # fmt: skip
 REPLY = st.lists(TOKENS | st.text(max_size=20), max_size=12).map("".join)
 
 
