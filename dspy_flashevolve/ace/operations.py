@@ -296,12 +296,8 @@ class PlaybookWriter:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state of the writer as plain data, from which `restore` goes on."""
-        counts = _COUNTS.dump_python(self.counts)
-        return {
-            "playbook": self.playbook.to_dict(),
-            "counts": counts,
-            "rolled_back_version": self.rolled_back_version,
-        }
+        state = {"playbook": self.playbook.to_dict(), "rolled_back_version": self.rolled_back_version}
+        return {**state, "counts": _COUNTS.dump_python(self.counts)}
 
     def restore(self, data: Mapping[str, Any]) -> None:
         """Go on from the state that `to_dict` returned."""

@@ -18,7 +18,6 @@ import statistics
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from enum import Enum
 from typing import Any
 
 from dspy.primitives.module import Module
@@ -44,14 +43,6 @@ which at 1 would wait until the last sample has ended. No other value was measur
 ROLLBACK_ERRORS = 2.0
 """Standard errors by which a validated playbook has to be worse than the best one, example by example, before the run
 goes on from that: the usual limit of chance. With 1.0 the searches of docs/ace.md came out alike."""
-
-
-class _Phase(Enum):
-    """What a run has come to. It only moves forward."""
-
-    NEW = "nothing has been read from the journal yet"
-    RUNNING = "samples and validations are made"
-    ENDED = "the last validation has ended, or an error has ended the run"
 
 
 class AceRun:
@@ -115,12 +106,8 @@ class AceRun:
         self._applied: dict[int, str] = {}
         """Number of a step that has been applied -> the kind of its end, until the journal has that end."""
         self._seconds_before = self._last_sample = 0.0
-        self._phase = _Phase.NEW
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the run has statistics yet: its journal has been read, or it has none."""
-        return self._phase is not _Phase.NEW
+        self.has_begun = self._has_ended = False
+        """It has begun, and has statistics, once its journal has been read; it ends after the last validation."""
 
     def run_sync(self) -> Module:
         """Run to the end on an event loop of its own, and return the best program.
@@ -145,8 +132,7 @@ class AceRun:
             try:
                 yield
             finally:
-                if self._phase is _Phase.RUNNING:  # before program() is called: its statistics tell how the run ended
-                    self._phase = _Phase.ENDED
+                self._has_ended = True  # before program() is called: its statistics tell how the run ended
         except Exception as raised:
             if not self.has_begun:
                 raise
@@ -159,7 +145,7 @@ class AceRun:
         if self._journal is not None:
             with reporting_damage(self._journal.journal.path):
                 await self._resume(self._journal)
-        self._phase = _Phase.RUNNING
+        self.has_begun = True
         if self._valset is not None:
             await self.snapshots.begin(self._first)
         await self.run.evolve(self.step, self, calls_per_step=1 + self._settings.max_rounds, first_number=self._next)
@@ -325,10 +311,7 @@ class AceRun:
         """Write the playbook, its counters and the applied steps to the journal."""
         if self._journal is None:
             return
-        state = {
-            "applied": [[number, kind] for number, kind in self._applied.items()],
-            "seconds": self._seconds(),
-        }
+        state = {"applied": list(self._applied.items()), "seconds": self._seconds()}
         self._journal.journal.set_state("playbook", {**self._writer.to_dict(), **state})
 
     def _write_snapshots(self) -> None:
@@ -393,7 +376,7 @@ class AceRun:
         }
         counts["first_problems"] = list(writer.counts.first_problems)
         values: dict[str, Any] = {field.name: getattr(run, field.name) for field in fields(RunStats)} | counts
-        if self._phase is not _Phase.ENDED:  # the engine's outcome is set before the last validation
+        if not self._has_ended:  # the engine's outcome is set before the last validation
             values["outcome"] = "running"
         return AceStats(
             **values,

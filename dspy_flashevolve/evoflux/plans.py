@@ -245,7 +245,9 @@ class _Reader:
         """Leave out what does nothing that a workflow has; refuse what calls a tool, sets a name or ends the plan."""
         for inner in ast.walk(place):
             is_call = isinstance(inner, ast.Call) and not (
-                isinstance(inner.func, ast.Name) and inner.func.id not in self._tools and _is_builtin(inner.func.id)
+                isinstance(inner.func, ast.Name)
+                and inner.func.id not in self._tools
+                and hasattr(builtins, inner.func.id)
             )
             is_set = isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
             is_set = is_set and not isinstance(place, ast.AnnAssign)  # "Note: text" sets nothing
@@ -319,7 +321,7 @@ class _Reader:
             called = function.id
         else:
             raise self._refused(call, "only tools are called")
-        if called not in self._tools and _is_builtin(called):
+        if called not in self._tools and hasattr(builtins, called):
             is_conversion = called in _CONVERSIONS and len(call.args) == 1
             if call.keywords or not (is_conversion or called in ("str", "print")):
                 raise self._refused(call, "only tools are called")
@@ -399,10 +401,6 @@ class _Reader:
         except (RecursionError, ValueError):
             text = type(place).__name__
         return PlanError(f"line {place.lineno}, {text[:200]!r}: {expected}")
-
-
-def _is_builtin(name: str) -> bool:
-    return hasattr(builtins, name)
 
 
 def _is_plain(value: object) -> bool:

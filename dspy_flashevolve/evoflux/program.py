@@ -414,8 +414,7 @@ class Evoflux(dspy.Module):
         catalogue = dspy.InputField(desc="as Python functions: what they take and return, and what they do")
         written: tuple[type, Any] = (str, dspy.OutputField(desc="lines of Python, each a call of a tool"))
         feedback = dspy.InputField(desc="what was tried, and what came of it")
-        plan = asked | {"tools": (str, catalogue), "feedback": (str, feedback)}
-        plan |= {"plan": written}
+        plan = asked | {"tools": (str, catalogue), "feedback": (str, feedback), "plan": written}
         edit = asked | {"tools": (str, catalogue), "workflow": (str, dspy.InputField()), "feedback": (str, feedback)}
         edit |= {"plan": written}
         answer = asked | {"evidence": (str, dspy.InputField(desc="node, tool and output of what ran, a line each"))}

@@ -83,15 +83,9 @@ class Profile:
 
 @dataclass(frozen=True)
 class Load:
-    """The state and the totals of a backend at one moment.
-
-    Attributes:
-        running: Requests that hold a place.
-        waiting: Requests that wait for a place.
-        generated_tokens: Tokens written since the beginning, pro rata for replies that are not finished.
-        running_seconds: The integral of `running` over time, in model seconds.
-        kv_tokens: Prompt and output tokens of the running requests.
-    """
+    """The requests that run and wait at one moment, with the totals since the beginning: tokens written, pro rata for
+    replies that are not finished, and the integral of `running` over time in model seconds. `kv_tokens` are those of
+    prompts and outputs of the running requests."""
 
     running: int
     waiting: int
@@ -102,14 +96,8 @@ class Load:
 
 @dataclass(eq=False)
 class Generation:
-    """A reply that is being written.
-
-    Attributes:
-        prompt_tokens, output_tokens: Its size.
-        finished: Done when the last token is written; its result is the model time of that.
-        writes_from: When its first token is written, in model seconds; infinite while it waits for a place.
-        timer: Of its last token.
-    """
+    """A reply that is being written: from `writes_from`, in model seconds, until the timer of its last token, whose
+    model time is the result of `finished`."""
 
     prompt_tokens: int
     output_tokens: int
@@ -119,12 +107,7 @@ class Generation:
 
 
 class Batch:
-    """The requests that a backend serves. Use it in the thread of the running event loop only.
-
-    Args:
-        profile: Rates and limits.
-        time_scale: Model seconds a wall second, above 0.
-    """
+    """The requests that a backend serves; for the thread of the running event loop only."""
 
     def __init__(self, profile: Profile, time_scale: float) -> None:
         self._profile, self._time_scale = profile, time_scale

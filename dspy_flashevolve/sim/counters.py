@@ -101,8 +101,8 @@ class Counters:
         return {kind: KindStats(*totals) for kind, totals in self.of_kind.items()}
 
 
-def prometheus_text(profile: Profile, load: Load, counters: Counters) -> str:
-    """Return the text of `/metrics`, under vLLM's names; `load` and `counters` are those since the server's start."""
+def prometheus_text(profile: Profile, load: Load, prompt_tokens: int) -> str:
+    """Return the text of `/metrics`, under vLLM's names; the tokens are those since the server's start."""
     labels = f'engine="0",model_name="{profile.model}"'
     usage = min(1.0, load.kv_tokens / profile.kv_cache_tokens)
     lines: list[str] = []
@@ -110,7 +110,7 @@ def prometheus_text(profile: Profile, load: Load, counters: Counters) -> str:
         ("num_requests_running", "gauge", load.running),
         ("num_requests_waiting", "gauge", load.waiting),
         ("kv_cache_usage_perc", "gauge", usage),
-        ("prompt_tokens_total", "counter", counters.total(1)),
+        ("prompt_tokens_total", "counter", prompt_tokens),
         ("generation_tokens_total", "counter", int(load.generated_tokens)),
     ):
         lines += [f"# TYPE vllm:{name} {kind}", f"vllm:{name}{{{labels}}} {value}"]

@@ -308,7 +308,5 @@ async def _serve_until_signal(config: ServerConfig) -> None:
         with contextlib.suppress(NotImplementedError):
             loop.add_signal_handler(number, stop.set)
 
-    def announce(port: int) -> None:
-        print(f"{config.profile.name} at http://{config.host}:{port}/v1 (Ctrl-C ends it)", flush=True)
-
-    await serve(config, on_ready=announce, stop=stop)
+    told = f"{config.profile.name} at http://{config.host}:{{}}/v1 (Ctrl-C ends it)"
+    await serve(config, on_ready=lambda port: print(told.format(port), flush=True), stop=stop)

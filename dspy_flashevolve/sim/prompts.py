@@ -37,11 +37,7 @@ _INPUTS: tuple[tuple[PromptKind, frozenset[str]], ...] = (
 
 
 class BadRequest(Exception):
-    """The request is not one that an OpenAI server would answer.
-
-    Attributes:
-        param: The part of the request at fault, or None.
-    """
+    """The request is not one that an OpenAI server would answer; `param` is the part at fault, or None."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -50,12 +46,7 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True)
 class OutputField:
-    """A field that the reply must hold.
-
-    Attributes:
-        name: Its name.
-        type_name: Its Python type as dspy writes it ("str", "list[str]", "Literal['yes', 'no']", ...).
-    """
+    """A field that the reply must hold, with its Python type as dspy writes it, such as "Literal['yes', 'no']"."""
 
     name: str
     type_name: str = "str"
@@ -66,10 +57,7 @@ class ChatRequest:
     """The parts of a request that the simulated model needs.
 
     Attributes:
-        kind: "task" (a dspy program's prompt), "reflection" (a proposer's), "integration" (of stale children, those of
-            `StaleCandidateReflection`, or of Combee's proposals), "sample_reflection" and "curation"
-            (those of a playbook, of `modules.playbook`), "harness" (a proposer's of modules, `AsyncMetaHarness`) or
-            "other" (no dspy format).
+        kind: Recognized by its inputs (`_INPUTS`); else "task", a dspy program's prompt, or "other", no dspy format.
         content: Everything that the reply may depend on, as one string: messages, temperature, seed, format.
         instruction: The instruction part of the system message; the whole system message where there is no such part.
         inputs: The sections of the last user message, name to text.

@@ -43,13 +43,7 @@ _COMPLAINT = re.compile(r"^(?:check: )?node '(\w+)'[,:] (?!\{|\[)", re.MULTILINE
 
 
 def workflow_fields(inputs: Mapping[str, str], names: list[str], choices: Choices) -> dict[str, Any] | None:
-    """Return the output fields of a reply to a prompt of Evoflux; None for other prompts.
-
-    Args:
-        inputs: the prompt's fields.
-        names: of the output fields.
-        choices: random choices of this request.
-    """
+    """Return the output fields of these names of a reply to a prompt of Evoflux; None for other prompts."""
     if "plan" in names and "tools" in inputs:
         named = set(_COMPLAINT.findall(inputs.get("feedback", "")))
         written = {line.split(" = ")[0]: line for line in inputs.get("workflow", "").splitlines()}
@@ -205,16 +199,8 @@ class ReplyModel:
         return self.integrate(text, "", choices)[1]
 
     def integrate(self, head: str, children: str, choices: Choices) -> tuple[list[dict[str, object]], str]:
-        """Integrate children: the head with the rules and sentences that they add.
-
-        Args:
-            head: The newest text.
-            children: The children's changes, as `StaleCandidateReflection` shows them.
-            choices: The random choices of this request.
-
-        Returns:
-            A verdict for each child, and the new text.
-        """
+        """Return a verdict for each child, whose changes `StaleCandidateReflection` shows, and the new text: the head
+        with the rules and sentences that the children add."""
         rules = rules_in(head)
         known, held = {rule.word for rule in rules}, set(self.sentences(head))
         added: list[Rule] = []
@@ -298,17 +284,9 @@ def _value(field: OutputField, body: str) -> object:
     type_name = field.type_name.strip()
     if type_name.startswith("Literal["):
         return _first_literal(type_name)
-    defaults: Sequence[tuple[str, object]] = (
-        ("bool", True),
-        ("int", 0),
-        ("float", 0.0),
-        ("list", []),
-        ("set", []),
-        ("tuple", []),
-        ("dict", {}),
-        ("None", None),
-    )
-    return next((default for prefix, default in defaults if type_name.startswith(prefix)), body)
+    defaults: dict[str, object] = {"bool": True, "int": 0, "float": 0.0, "list": [], "dict": {}, "None": None}
+    defaults |= {"set": [], "tuple": []}
+    return next((default for prefix, default in defaults.items() if type_name.startswith(prefix)), body)
 
 
 def _first_literal(type_name: str) -> object:
@@ -322,14 +300,8 @@ def _first_literal(type_name: str) -> object:
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply and its length.
-
-    Attributes:
-        text: The message's content.
-        completion_tokens: Its simulated length: from the profile's law, whatever the length of `text`, unless the
-            model says otherwise (`ReplyModel.own_tokens`).
-        finish_reason: "length" when a limit cut the simulated length, else "stop"; `text` is whole either way.
-    """
+    """A reply, with the length that the profile's law or the model (`ReplyModel.own_tokens`) gives it, whatever that of
+    `text`; its end is "length" when a limit cut that length, and `text` is whole either way."""
 
     text: str
     completion_tokens: int
@@ -337,15 +309,7 @@ class Reply:
 
 
 def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: int, repeat: int = 0) -> Reply:
-    """Return the simulated model's reply to a request.
-
-    Args:
-        request: What `parse_chat_request` read.
-        profile: Gives the law of the output lengths.
-        model: How well the simulated model obeys and reflects.
-        seed: The server's seed.
-        repeat: How often the same request came before; counts where the model resamples.
-    """
+    """Return the model's reply to a request, which came `repeat` times before; that counts where it resamples."""
     if repeat and model.resamples:
         request = replace(request, content=f"{repeat} {request.content}")
     choices = Choices(seed, request.content)

@@ -71,14 +71,8 @@ class ServerConfig:
 
 
 async def serve(config: ServerConfig, on_ready: Callable[[int], None], stop: asyncio.Event) -> None:
-    """Serve until `stop` is set; requests in flight are cut off then.
-
-    Args:
-        on_ready: Called once with the port, when requests are accepted.
-
-    Raises:
-        OSError: If the address cannot be bound.
-    """
+    """Serve until `stop` is set, when requests in flight are cut off; `on_ready` is called with the port once requests
+    are accepted. Raises OSError if the address cannot be bound."""
     handlers = _Handlers(config)
     app = web.Application(client_max_size=_MAX_BODY_BYTES)
     app.add_routes(
@@ -118,8 +112,7 @@ class _Handlers:
         self._profile = config.profile
         self._batch = config.profile.batch(config.time_scale)
         self._quota = None if config.quota is None else config.quota()
-        self._since_start = Counters()
-        self._received = 0
+        self._received = self._prompt_tokens = 0
         self._repeats = Repeats()
         self._window = _Window(self._batch.now(), self._batch.load())
 
@@ -141,23 +134,18 @@ class _Handlers:
             wait = self._quota.admit(now, chat.prompt_tokens + reply.completion_tokens)
             if wait is not None:
                 return self._refusal("too many requests or tokens in this minute.", wait)
-        for counters in self._counters:
-            counters.requests += 1
+        self._window.counters.requests += 1
         generation = self._batch.submit(chat.prompt_tokens, reply.completion_tokens)
         try:
             await generation.finished
-            self._count(chat, reply)
+            self._prompt_tokens += chat.prompt_tokens
+            self._window.counters.finish(chat.kind, chat.prompt_tokens, reply.completion_tokens)
             if fault is not None:
                 return await self._damaged(request, fault, chat, reply)
             return web.json_response(_completion(chat, reply, self._profile), headers=self._quota_headers())
         finally:
             if self._batch.release(generation):
-                for counters in self._counters:
-                    counters.cancelled += 1
-
-    @property
-    def _counters(self) -> tuple[Counters, Counters]:
-        return self._since_start, self._window.counters
+                self._window.counters.cancelled += 1
 
     def _fault(self) -> Fault | None:
         """Draw the fault of the request that has just come."""
@@ -165,8 +153,7 @@ class _Handlers:
         self._received += 1
         fault = None if faults is None else faults.at(number, self._batch.now())
         if fault is not None:
-            for counters in self._counters:
-                counters.inject(fault.kind)
+            self._window.counters.inject(fault.kind)
         return fault
 
     async def _faulty(self, fault: Fault) -> web.Response:
@@ -202,13 +189,8 @@ class _Handlers:
         await response.write_eof()
         return response
 
-    def _count(self, chat: ChatRequest, reply: Reply) -> None:
-        for counters in self._counters:
-            counters.finish(chat.kind, chat.prompt_tokens, reply.completion_tokens)
-
     def _refusal(self, reason: str, wall_seconds: float) -> web.Response:
-        for counters in self._counters:
-            counters.refused += 1
+        self._window.counters.refused += 1
         body = _error("rate_limit_error", f"Rate limit reached: {reason}", code="rate_limit_exceeded")
         headers = {**_retry_headers(wall_seconds), **self._quota_headers()}
         return web.json_response(body, status=429, headers=headers)
@@ -224,7 +206,7 @@ class _Handlers:
         return web.Response()
 
     async def metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=prometheus_text(self._profile, self._batch.load(), self._since_start))
+        return web.Response(text=prometheus_text(self._profile, self._batch.load(), self._prompt_tokens))
 
     async def reset_stats(self, _: web.Request) -> web.Response:
         self._window = _Window(self._batch.now(), self._batch.load())

@@ -128,11 +128,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return result
 
     def wait_from_thread(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on the loop from one of its threads, which gives up the floor until it is done.
-
-        Raises:
-            RuntimeError: no virtual loop has started this thread.
-        """
+        """Run ``work`` on the loop from one of its threads, which gives up the floor until it is done. Raises
+        RuntimeError where no virtual loop has started this thread."""
         if LOOP_OF.get(threading.get_ident()) is not self:
             work.close()
             raise RuntimeError(FOREIGN)
@@ -195,10 +192,6 @@ def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
         future.set_exception(error)
 
 
-async def _wait_for(tasks: set[asyncio.Task[Any]]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def run(main: Callable[[], Awaitable[T]]) -> T:
     """Run ``main`` to its end in virtual time. Where a loop runs already, as in a notebook, that happens in a thread.
 
@@ -228,7 +221,7 @@ def run(main: Callable[[], Awaitable[T]]) -> T:
         unfinished = asyncio.all_tasks(loop)
         for task in unfinished:
             task.cancel()
-        loop.run_until_complete(_wait_for(unfinished))
+        loop.run_until_complete(asyncio.gather(*unfinished, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         asyncio.set_event_loop(None)
         loop.close()

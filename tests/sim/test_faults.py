@@ -33,19 +33,9 @@ def test_observed_rates_follow_the_configured_ones(weights: list[int], seed: int
         assert abs(seen[kind] - REQUESTS * rate) <= 6 * deviation + 1
 
 
-@given(weights=rates, seed=st.integers(0, 10**6), number=st.integers(0, 10**9))
-def test_the_same_seed_gives_the_same_faults(weights: list[int], seed: int, number: int) -> None:
-    assert faults_of(weights, seed).drawn(number) == faults_of(weights, seed).drawn(number)
-
-
 def test_another_seed_gives_other_faults() -> None:
     first, other = Faults(server_error=0.5, seed=1), Faults(server_error=0.5, seed=2)
     assert [first.drawn(number) for number in range(64)] != [other.drawn(number) for number in range(64)]
-
-
-@given(st.integers(0, 10**9), st.floats(0, 1e9))
-def test_without_rates_nothing_goes_wrong(number: int, seconds: float) -> None:
-    assert Faults().at(number, seconds) is None
 
 
 @given(

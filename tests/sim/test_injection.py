@@ -5,42 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import pytest
 
 from dspy_flashevolve.sim.faults import Faults
-from dspy_flashevolve.sim.server import ServerConfig, serve
-
-Client = aiohttp.ClientSession
-SOON = 1e5
-
-
-def run(faults: Faults | None, test: Callable[[Client], Awaitable[None]], time_scale: float = SOON) -> None:
-    async def main() -> None:
-        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        stop = asyncio.Event()
-        config = ServerConfig(time_scale=time_scale, faults=faults)
-        server = asyncio.create_task(serve(config, on_ready=port.set_result, stop=stop))
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{await port}") as session:
-            await test(session)
-        stop.set()
-        await server
-
-    # A guard against hanging; no test here comes near it.
-    asyncio.run(asyncio.wait_for(main(), timeout=60))
+from tests.sim.test_server import SOON, Client, run, stats
 
 
 def ask(session: Client) -> Any:
     body = {"messages": [{"role": "user", "content": "Hello"}]}
     return session.post("/v1/chat/completions", json=body)
-
-
-async def stats(session: Client) -> dict[str, Any]:
-    async with session.get("/stats") as response:
-        return await response.json()
 
 
 async def until_injected(session: Client, faults: dict[str, int]) -> None:
@@ -69,7 +45,7 @@ def test_a_refusal_has_its_status_and_openais_body(kind: str, status: int, code:
         assert now["faults"] == {kind: 1}
         assert (now["requests"], now["refused"]) == (0, 0)
 
-    run(Faults(**{kind: 1.0}), test)
+    run(test, faults=Faults(**{kind: 1.0}))
 
 
 def test_in_a_burst_every_request_is_refused_and_told_when_to_come_back() -> None:
@@ -87,7 +63,7 @@ def test_in_a_burst_every_request_is_refused_and_told_when_to_come_back() -> Non
         now = await stats(session)
         assert (now["faults"], now["refused"], now["requests"]) == ({"rate_limit": 1}, 1, 0)
 
-    run(faults, test, time_scale=1e9)
+    run(test, time_scale=1e9, faults=faults)
 
 
 def test_a_hang_is_never_answered_and_ends_with_the_client() -> None:
@@ -99,7 +75,7 @@ def test_a_hang_is_never_answered_and_ends_with_the_client() -> None:
         assert (now["running"], now["requests"]) == (0, 0)
         task.cancel()
 
-    run(Faults(hang=1.0), test)
+    run(test, faults=Faults(hang=1.0))
 
 
 def test_a_truncated_body_is_cut_in_its_middle() -> None:
@@ -112,7 +88,7 @@ def test_a_truncated_body_is_cut_in_its_middle() -> None:
             with pytest.raises(aiohttp.ClientPayloadError):
                 await response.content.read()
 
-    run(Faults(truncated_body=1.0), test)
+    run(test, faults=Faults(truncated_body=1.0))
 
 
 def test_a_malformed_body_comes_with_status_200_and_is_no_answer() -> None:
@@ -133,17 +109,7 @@ def test_a_malformed_body_comes_with_status_200_and_is_no_answer() -> None:
                     json.loads(text)
                 seen.add("json")
 
-    run(Faults(malformed_body=1.0), test)
-
-
-def test_empty_choices_are_an_answer_without_a_choice() -> None:
-    async def test(session: Client) -> None:
-        async with ask(session) as response:
-            assert response.status == 200
-            text = await response.text()
-        assert json.loads(text)["choices"] == []
-
-    run(Faults(empty_choices=1.0), test)
+    run(test, faults=Faults(malformed_body=1.0))
 
 
 def test_a_slow_drip_says_the_same_in_many_pieces() -> None:
@@ -153,8 +119,8 @@ def test_a_slow_drip_says_the_same_in_many_pieces() -> None:
         async with ask(session) as response:
             answers.append(await response.text())
 
-    run(None, test)
-    run(Faults(slow_drip=1.0, drip_seconds=0.2 * SOON), test)
+    run(test)
+    run(test, faults=Faults(slow_drip=1.0, drip_seconds=0.2 * SOON))
     good, dripped = (re.sub(r'"created": \d+', "", text) for text in answers)
     assert dripped == good
 
@@ -169,7 +135,7 @@ def test_a_drip_does_not_hold_up_others() -> None:
         assert not response.content.at_eof()
         response.close()
 
-    run(Faults(slow_drip=1.0, drip_seconds=1e9 * SOON), test)
+    run(test, faults=Faults(slow_drip=1.0, drip_seconds=1e9 * SOON))
 
 
 def test_the_nth_request_gets_what_the_pure_function_says() -> None:
@@ -183,7 +149,7 @@ def test_the_nth_request_gets_what_the_pure_function_says() -> None:
                 empty = response.status == 200 and not (await response.json())["choices"]
                 assert empty == (expected is not None and expected.kind == "empty_choices")
 
-    run(faults, test)
+    run(test, faults=faults)
 
 
 def test_a_body_fault_is_an_accepted_request_that_takes_its_time() -> None:
@@ -194,7 +160,7 @@ def test_a_body_fault_is_an_accepted_request_that_takes_its_time() -> None:
         assert (now["requests"], now["finished"], now["faults"]) == (1, 1, {"empty_choices": 1})
         assert now["completion_tokens"] > 0
 
-    run(Faults(empty_choices=1.0), test)
+    run(test, faults=Faults(empty_choices=1.0))
 
 
 def test_a_bad_request_draws_no_fault() -> None:
@@ -203,4 +169,4 @@ def test_a_bad_request_draws_no_fault() -> None:
             assert response.status == 400
         assert (await stats(session))["faults"] == {}
 
-    run(Faults(server_error=1.0), test)
+    run(test, faults=Faults(server_error=1.0))

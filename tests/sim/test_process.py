@@ -14,9 +14,8 @@ from collections.abc import Iterator
 
 import dspy
 import pytest
-from gepa.utils import TimeoutStopCondition
 
-from dspy_flashevolve.sim import Faults, HouseRules, SimServer
+from dspy_flashevolve.sim import HouseRules, SimServer
 
 PARENT = """
 import os, time
@@ -53,26 +52,6 @@ def test_the_seed_scores_low_and_all_the_rules_score_the_optimum(server: SimServ
         assert evaluate(task.program()).score / 100 == pytest.approx(0.9 * 2 / 24, abs=0.04)
         assert evaluate(task.optimal_program()).score / 100 == pytest.approx(task.optimum, abs=0.04)
         assert evaluate(task.optimal_program(3)).score / 100 == pytest.approx(task.optimum, abs=0.06)
-
-
-@pytest.mark.long
-def test_dspy_gepa_improves_the_seed() -> None:
-    task = HouseRules()
-    with SimServer(seed=0, time_scale=50) as server:
-        with dspy.context(lm=lm(server)):
-            optimizer = dspy.GEPA(
-                metric=task.metric,
-                max_metric_calls=260,
-                num_threads=16,
-                reflection_lm=lm(server),
-                track_stats=True,
-                seed=0,
-                gepa_kwargs={"stop_callbacks": [TimeoutStopCondition(40)]},
-            )
-            result = optimizer.compile(task.program(), trainset=task.trainset(20), valset=task.valset(20))
-        scores = result.detailed_results.val_aggregate_scores
-        assert max(scores) > scores[0] + 0.05
-        assert server.stats().by_kind["reflection"].requests >= 3
 
 
 def test_the_process_is_gone_when_the_block_ends() -> None:
@@ -156,12 +135,3 @@ def test_a_restart_cuts_off_what_is_in_flight() -> None:
             with server.down(), contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1000) == b""
         assert server.stats().running == 0
-
-
-def test_a_process_of_its_own_has_the_faults_that_it_was_given() -> None:
-    faults = Faults(server_error=1.0, server_error_statuses=(500,))
-    with SimServer(faults=faults) as server:
-        model = dspy.LM("openai/sim", api_base=server.api_base, api_key="none", cache=False, num_retries=0)
-        with pytest.raises(dspy.utils.exceptions.LMServerError):
-            model("Hello")
-        assert server.stats().faults == {"server_error": 1}
