@@ -31,7 +31,7 @@ from dspy_flashevolve.engine.errors import (
     attach_best_program,
     report_hook,
 )
-from dspy_flashevolve.engine.journal import RunJournal
+from dspy_flashevolve.engine.journal import RunJournal, reporting_damage
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
 from dspy_flashevolve.engine.steps import End, EndKind, Step
@@ -190,7 +190,8 @@ class Compilation:
         each_once, arguments = settings.is_lockstep, written_out(arguments)
         with open_journal(settings.log_dir, optimizer, arguments, parts, lms, each_once=each_once) as journal:
             if journal is not None:
-                tell_changes(journal, arguments)
+                with reporting_damage(journal.journal.path):
+                    tell_changes(journal, arguments)
             self._build(journal)
 
     def _build(self, journal: RunJournal | None) -> None:

@@ -48,10 +48,6 @@ class Consolidations:
     ) -> None:
         self._run, self._pool, self._credit, self._calls, self._settings = run, pool, credit, calls, settings
 
-    def may_write(self, texts: Texts) -> bool:
-        """Whether a candidate that has grown may still be written anew: once each. Runs in the pool's writer."""
-        return not (self._calls.are_spent or self._credit.is_written_anew(texts))
-
     async def written(self, step: Step, head: Proposal, least_edits: int) -> Screened | None:
         """Let the reflection LM write anew the components of a head that have grown, and have so many edits.
 
@@ -73,7 +69,7 @@ class Consolidations:
             )  # fmt: skip
         except RolloutUnresolvedError:
             return None
-        self._calls.record_reflections(asked.calls)
+        self._calls.reflections += asked.calls
         clean = {**texts, **(asked.answer or {})}
         limits = settings.workflow.max_candidate_characters, settings.max_text_characters
         has_strayed = any(len(clean[name]) > len(texts[name]) + SPARE_CHARACTERS for name in effects)
@@ -409,7 +405,8 @@ class Heads:
             return head
         best = self._pool.best_index
         texts = self._pool.state.program_candidates[best]
-        is_due = best in self._pool.grown and self._consolidations.may_write(texts)
+        is_spent = self._calls.are_spent or self._credit.is_written_anew(texts)
+        is_due = best in self._pool.grown and not is_spent
         return Head(texts, self._credit.changes_in(texts), 0.0) if is_due else None
 
     def _given_head(self, step: Step, head: Head | None, is_last: bool, is_timed: bool) -> Given | None:
@@ -511,7 +508,7 @@ class Heads:
                 self._improved_at = self._run.budget.spent, self._validation_calls
             if credit.is_made_of_changes(texts):
                 if commit.score >= best:
-                    credit.set_parent(texts, commit.candidate)
+                    credit.parent = commit.candidate
                 continue
             gain, is_clean = max(0.0, credit.head().gain), commit.candidate in clean
             if commit.score >= best + LEAST_KEPT * gain if is_clean else commit.score > best + gain:

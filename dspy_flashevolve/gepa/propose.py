@@ -61,10 +61,6 @@ class ReflectionCalls:
         self.integrations = 0
         """Calls for repairs."""
 
-    def record_reflections(self, calls: int) -> None:
-        """Count calls for proposals or consolidations."""
-        self.reflections += calls
-
     @property
     def total(self) -> int:
         """Calls of this session."""
@@ -187,7 +183,7 @@ class Proposing:
         parent_texts, record, reason = task.parent.task.parent_candidate, _ProposalRecord(task), ""
         for attempt in range(ATTEMPTS):
             self._check()
-            self._calls.record_reflections(not task.is_paid)
+            self._calls.reflections += not task.is_paid
             try:
                 reflection = await self._run.rollouts.request(
                     "propose",

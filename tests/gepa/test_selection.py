@@ -171,25 +171,3 @@ def test_one_that_went_with_its_parent_and_was_confirmed_all_the_same_stands_for
     assert waiting.resolve((parent.key,)) == (0,)
     assert waiting.fallen == {parent.key, grandchild.key}
     pool.close()
-
-
-def test_confirming_puts_the_index_in_place_of_the_handle() -> None:
-    pool = pool_of()
-    waiting = pool.speculative
-    one = waiting.add({"p": "one"}, (), (0,))
-    child = waiting.add({"p": "child"}, (one.key,), ())
-    waiting.confirm(one.key, 3)
-    assert waiting.resolve((one.key,)) == waiting.resolve((child.key,)) == (3,)
-    assert [one.key for one in waiting.entries] == [child.key]
-    pool.close()
-
-
-def test_a_state_with_speculative_candidates_beside_it_is_read_by_gepa(tmp_path: Any) -> None:
-    pool = pool_of()
-    pool.speculative.add({"p": "waits"}, (), (0,), evaluation=part({0: 1.0}))
-    commit(pool, 1, [1.0] * EXAMPLES, p="child")
-    pool.state.save(str(tmp_path))
-    loaded = type(pool.state).load(str(tmp_path))
-    assert [one["p"] for one in loaded.program_candidates] == ["seed", "child"]
-    assert loaded.is_consistent()
-    pool.close()
