@@ -177,7 +177,9 @@ class Compilation:
     ) -> None:
         self._student = student
         self._trainset: Any = ensure_loader(trainset)
-        same_data = valset is None or _are_same(trainset, valset)
+        are_lists = isinstance(trainset, list) and isinstance(valset, list)  # of the same examples: one set, too
+        same_data = valset is None or trainset is valset
+        same_data |= are_lists and list(map(id, trainset)) == list(map(id, valset))  # pyright: ignore[reportUnknownArgumentType]
         self._valset: Any = self._trainset if same_data else ensure_loader(cast(Any, valset))
         self._repairing: Module = settings.stale_candidate_reflection or StaleCandidateReflection()
         self._seed = texts_of(student)
@@ -350,12 +352,6 @@ def texts_of(program: Module) -> dict[str, str]:
     predictors: list[tuple[str, Any]] = program.named_predictors()
     sources: dict[str, str] = {path: flex.module_src for path, flex in enumerate_flex_submodules(program).items()}
     return {name: predictor.signature.instructions for name, predictor in predictors} | sources
-
-
-def _are_same(one: Any, other: Any) -> bool:
-    """Whether two data sets are one: the same object, or lists of the same examples."""
-    both_lists = isinstance(one, list) and isinstance(other, list)
-    return one is other or (both_lists and list(map(id, one)) == list(map(id, other)))  # pyright: ignore[reportUnknownArgumentType]
 
 
 # What the returned program is expected to score on examples that no search has seen.
