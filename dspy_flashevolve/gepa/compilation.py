@@ -179,7 +179,7 @@ class Compilation:
         self._trainset: Any = ensure_loader(trainset)
         are_lists = isinstance(trainset, list) and isinstance(valset, list)  # of the same examples: one set, too
         same_data = valset is None or trainset is valset
-        same_data |= are_lists and list(map(id, trainset)) == list(map(id, valset))  # pyright: ignore[reportUnknownArgumentType]
+        same_data |= are_lists and list(map(id, cast(Any, trainset))) == list(map(id, cast(Any, valset)))
         self._valset: Any = self._trainset if same_data else ensure_loader(cast(Any, valset))
         self._repairing: Module = settings.stale_candidate_reflection or StaleCandidateReflection()
         self._seed = texts_of(student)

@@ -152,10 +152,10 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def start(self) -> bool:
         """Begin the run; True when it goes on from a checkpoint, so that the seed is confirmed."""
-        names = ("perfect_score", "seed", "track_best_outputs")
         self.reports.notify(
             "on_optimization_start", seed_candidate=self.seed_candidate, trainset_size=len(self.trainset),
-            valset_size=len(self.loader), config={name: getattr(self, name) for name in names},
+            valset_size=len(self.loader),
+            config={name: getattr(self, name) for name in ("perfect_score", "seed", "track_best_outputs")},
         )  # fmt: skip
         if self._checkpoint is None:
             return False
@@ -350,7 +350,9 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             trace["tasks"][child.parent.index]["new_subsample_scores"] = list(batch.scores)
         before, after = screened[0][0].parent.evaluation.scores, screened[0][1].scores
         trace["subsample_scores"], trace["new_subsample_scores"] = before, after
-        self.reports.children_counted(step, before, after)
+        old, new = sum(before), sum(after)
+        figures = {"subsample_score": old, "new_subsample_score": new, "subsample/before": old, "subsample/after": new}
+        self.reports.track(step, **figures)
         children = {id(made := child.proposal(step, batch)): (child, made) for child, batch in screened}
         proposals = [proposal for _, proposal in children.values()]
         try:  # gepa's engine chooses, reports what it left, and then evaluates, in one call: it is left there

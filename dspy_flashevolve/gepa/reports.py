@@ -117,7 +117,8 @@ class Reports:
     def _log(self, step: Step, message: str) -> None:
         self._logger.log(f"Iteration {step.number + 1}: {message}")
 
-    def _track(self, step: Step, **figures: Any) -> None:
+    def track(self, step: Step, **figures: Any) -> None:
+        """Send figures of a step to the tracker."""
         self._tracker.log_metrics({**figures, "total_metric_calls": self._state.total_num_evals}, step=step.number + 1)
 
     # The run.
@@ -227,7 +228,7 @@ class Reports:
             self._log(step, f"Selected program {task.parent_idx} score: {score_of(self._state, task.parent_idx)}")
         else:
             self._early[step.number] = task.parent_idx
-        self._track(step, iteration=step.number + 1, selected_program_candidate=task.parent_idx)
+        self.track(step, iteration=step.number + 1, selected_program_candidate=task.parent_idx)
 
     def reflection_skipped(self, step: Step, task: Task, reason: str, scores: list[float]) -> None:
         """A parent's minibatch is not reflected on."""
@@ -269,12 +270,6 @@ class Reports:
         """A child is screened, or could not pass its screen any more."""
         self._without_proposal.discard(step.number)
         self.evaluation_ended(step, batch, parents)
-
-    def children_counted(self, step: Step, before: list[float], after: list[float]) -> None:
-        """The children's metric calls are counted: scores of the first child's parent, and its own."""
-        old, new = sum(before), sum(after)
-        figures = {"subsample_score": old, "new_subsample_score": new, "subsample/before": old, "subsample/after": new}
-        self._track(step, **figures)
 
     # Crossovers.
 

@@ -388,7 +388,7 @@ class GepaLoop:
         indices = {child.parent.index for child, _ in passed}
         for child in children:
             if child.patched is not None:
-                self._repairs.record_screen(passed=child.parent.index in indices)
+                self._repairs.record_use(child.parent.index in indices)
         if not screened:
             await pool.write(pool.count_calls)
             raise StepEnded(EndKind.REJECTED, "no child could pass its screen any more")

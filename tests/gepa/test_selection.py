@@ -7,7 +7,6 @@ from typing import Any
 
 from gepa.core.state import ValsetEvaluation
 from gepa.gepa_utils import find_dominator_programs
-from gepa.strategies.proposal_sampling import ProposalTask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,37 +119,10 @@ def test_gepas_state_holds_what_was_committed_and_looking_does_not_change_it(ste
     pool.close()
 
 
-def test_a_view_is_only_a_view_of_the_fronts_too() -> None:
-    pool = pool_of()
-    pool.speculative.add({"p": "better"}, (), (0,), evaluation=part({0: 1.0, 1: 0.5}))
-    view, _ = pool.speculative.selectable(pool.state)
-    assert view.get_pareto_front_mapping() == {0: {1}, 1: {0, 1}, 2: {0}, 3: {0}}
-    assert pool.state.get_pareto_front_mapping() == {i: {0} for i in range(EXAMPLES)}
-    assert pool.best_score() == 0.5
-    pool.close()
-
-
 def test_what_has_no_scores_yet_is_not_in_the_view() -> None:
     pool = pool_of()
     pool.speculative.add({"p": "the seed, while it is being validated"})
     assert pool.speculative.selectable(pool.state) == (pool.state, [])
-    pool.close()
-
-
-def test_a_task_from_the_view_names_the_candidate_and_its_nearest_confirmed_ancestor() -> None:
-    pool = pool_of()
-    index = commit(pool, 1, [0.75] * EXAMPLES, p="committed").candidate
-    first = pool.speculative.add({"p": "first"}, (), (index,), evaluation=part({0: 1.0}))
-    second = pool.speculative.add({"p": "second"}, (first.key,), (0,), evaluation=part({0: 1.0}))
-
-    def choose(state: Any) -> list[ProposalTask[Any, Any]]:
-        texts = state.program_candidates
-        return [ProposalTask(i, texts[i], [i], [i]) for i in (3, 0, 2, 1)]
-
-    tasks, bases = pool.speculative.sample(pool.state, choose)
-    assert bases == [second.key, None, first.key, None]
-    assert [task.parent_idx for task in tasks] == [index, 0, index, index]
-    assert [task.parent_candidate["p"] for task in tasks] == ["second", "seed", "first", "committed"]
     pool.close()
 
 
