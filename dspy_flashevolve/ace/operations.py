@@ -39,7 +39,7 @@ LARGEST = 4
 MOST_EXAMPLES = 50
 """Problems that are kept with their details, for the statistics; all others are only counted. A run of thousands of
 samples would otherwise keep megabytes of broken replies."""
-_SAID = re.compile(r"\w+|[+/=<>^%\u00d7\u00f7\u2264\u2265\u2260]|(?<=\w )[-*](?= \w)")
+_SAID = re.compile(r"\w+|[+/=<>^%\u00d7\u00f7\u2264\u2265\u2260]|(?<=\w )[-*](?= \w)|-(?=\d)|(?<=\w)\*(?=\w)")
 """The words of a text and its signs of arithmetic; a hyphen and a bullet of a list are none."""
 
 

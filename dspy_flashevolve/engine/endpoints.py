@@ -41,6 +41,9 @@ so this is right to within an eighth."""
 SLOWER = 1.5
 """Servers are about as fast up to this ratio of their latencies: at 1 the chance lengths of replies would tell them
 apart, and at 2 half as fast a one would have a third of the requests."""
+FORGET_SECONDS = 60.0
+"""A server that was left idle for so long is asked once, however slow it was, since servers are slow while they start.
+Not tuned: one request a minute."""
 SERVER_SEPARATOR = " | "
 """Stands between the names of servers in the name of their model's endpoint."""
 OPTIONAL_STAGES = {"integrate"}
@@ -210,7 +213,7 @@ class Server(Endpoint):
         self._own_limit = None if bounds is None else self.group.adapt(name, bounds, self._take_pressure)
         self.group.endpoints.append(self)
         self._was_full = False
-        self._answered_seconds = -math.inf
+        self._answered_seconds, self._measured = -math.inf, 0
         self.latency_seconds: float | None = None
         """Mean latency of its last answers; None before the first."""
 
@@ -228,9 +231,16 @@ class Server(Endpoint):
             1 if self._breaker.is_half_open else self.group.scheduler.limit if self.limit is None else self.limit.limit
         )
 
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether its latency was measured so long ago that it has to be asked again."""
+        return not self._under_way and self.retries.clock() > self._answered_seconds + FORGET_SECONDS
+
     def expected_latency(self, mean_seconds: float) -> float:
         """Return the seconds that one more request is expected to take: as the last ones (the mean of all servers
-        before the first), or as long as it has answered nothing of what it has."""
+        before the first), or as long as it has answered nothing of what it has; none where it is forgotten."""
+        if self.is_forgotten:
+            return 0.0
         now = self.retries.clock()
         oldest = min((request.sent_seconds for request in self._under_way), default=now)
         silent_seconds = now - max(oldest, self._answered_seconds)
@@ -238,6 +248,7 @@ class Server(Endpoint):
 
     def begin(self, request: TrackedRequest) -> None:
         """See :meth:`Endpoint.begin`."""
+        self._measured = 0 if self.is_forgotten else self._measured
         super().begin(request)
         self._was_full = self._was_full or self.in_flight >= self.slots
 
@@ -261,7 +272,8 @@ class Server(Endpoint):
         self._answered_seconds = self.retries.clock()
         latency = self._answered_seconds - request.sent_seconds
         before = latency if self.latency_seconds is None else self.latency_seconds
-        self.latency_seconds = before + (latency - before) / LATENCY_ANSWERS
+        self._measured = min(LATENCY_ANSWERS, self._measured + 1)
+        self.latency_seconds = before + (latency - before) / self._measured
         self.group.update_slots()  # it is half open no more
 
     def _hold(self) -> None:

@@ -127,17 +127,13 @@ class EditedText(str):
         """
         own, weave = [Edit.model_validate(edit) for edit in edits], Weave({"": instruction})
         text = weave.compose(weave.take(frozenset(), {"": own}) or ())[""]
-        return cls(text, () if _is_whole(instruction, own, text) else own)
-
-
-def _is_whole(instruction: str, edits: Sequence[Edit], text: str) -> bool:
-    """Say whether edits are a text written as a whole, in the form of edits."""
-    count = len(parts_of(instruction))
-    placed = list(_placed(edits, count))
-    written = [new for _, _, new in placed if new]
-    is_replaced = 0 < count == sum(is_gone for _, is_gone, _ in placed) and len(written) == 1
-    is_most = any(len(parts_of(new)) > MOST_PARTS and 2 * len(new) > len(text) for new in written)
-    return is_replaced or is_most or any(map(ends_in_fence, (instruction, *written)))
+        count = len(parts_of(instruction))
+        placed = list(_placed(own, count))
+        written = [new for _, _, new in placed if new]
+        is_replaced = 0 < count == sum(is_gone for _, is_gone, _ in placed) and len(written) == 1
+        is_most = any(len(parts_of(new)) > MOST_PARTS and 2 * len(new) > len(text) for new in written)
+        is_whole = is_replaced or is_most or any(map(ends_in_fence, (instruction, *written)))
+        return cls(text, () if is_whole else own)
 
 
 _PART_NUMBER = re.compile(r"\A\s*\[(\d{1,4})\]\s?")

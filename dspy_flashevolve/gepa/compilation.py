@@ -31,7 +31,7 @@ from dspy_flashevolve.engine.errors import (
     attach_best_program,
     report_hook,
 )
-from dspy_flashevolve.engine.journal import RunJournal
+from dspy_flashevolve.engine.journal import RunJournal, reporting_damage
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
 from dspy_flashevolve.engine.steps import End, EndKind, Step
@@ -177,7 +177,9 @@ class Compilation:
     ) -> None:
         self._student = student
         self._trainset: Any = ensure_loader(trainset)
-        same_data = valset is None or _are_same(trainset, valset)
+        are_lists = isinstance(trainset, list) and isinstance(valset, list)  # of the same examples: one set, too
+        same_data = valset is None or trainset is valset
+        same_data |= are_lists and list(map(id, cast(Any, trainset))) == list(map(id, cast(Any, valset)))
         self._valset: Any = self._trainset if same_data else ensure_loader(cast(Any, valset))
         self._repairing: Module = settings.stale_candidate_reflection or StaleCandidateReflection()
         self._seed = texts_of(student)
@@ -190,7 +192,8 @@ class Compilation:
         each_once, arguments = settings.is_lockstep, written_out(arguments)
         with open_journal(settings.log_dir, optimizer, arguments, parts, lms, each_once=each_once) as journal:
             if journal is not None:
-                tell_changes(journal, arguments)
+                with reporting_damage(journal.journal.path):
+                    tell_changes(journal, arguments)
             self._build(journal)
 
     def _build(self, journal: RunJournal | None) -> None:
@@ -349,12 +352,6 @@ def texts_of(program: Module) -> dict[str, str]:
     predictors: list[tuple[str, Any]] = program.named_predictors()
     sources: dict[str, str] = {path: flex.module_src for path, flex in enumerate_flex_submodules(program).items()}
     return {name: predictor.signature.instructions for name, predictor in predictors} | sources
-
-
-def _are_same(one: Any, other: Any) -> bool:
-    """Whether two data sets are one: the same object, or lists of the same examples."""
-    both_lists = isinstance(one, list) and isinstance(other, list)
-    return one is other or (both_lists and list(map(id, one)) == list(map(id, other)))  # pyright: ignore[reportUnknownArgumentType]
 
 
 # What the returned program is expected to score on examples that no search has seen.

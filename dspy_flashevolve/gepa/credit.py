@@ -351,11 +351,6 @@ class Credit:
         """Compare later heads with this one, which a step begins to validate."""
         self._tried[step] = head.changes
 
-    def set_parent(self, head: Texts, index: int) -> None:
-        """Name the best validated head, at ``index`` in gepa's pool; one that stands on an earlier base is left out."""
-        if self.is_made_of_changes(head):
-            self.parent = index
-
     def cancel_validation(self, step: int) -> bool:
         """Compare later heads with the last of the others: the head of a step was not validated after all.
 

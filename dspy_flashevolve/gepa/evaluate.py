@@ -7,9 +7,9 @@ What is known of a candidate already is not asked for again.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 from gepa.core.adapter import EvaluationBatch
@@ -36,39 +36,6 @@ COMPARED = 0.25
 """Share of a validation on which a head and the same text written anew are compared where both cannot be paid whole.
 Under a model that rewrites whole texts (``rewriting``) runs of 120 metric calls gain .168 that way, .096 with the head
 alone, which is one of many rewrites; runs of 250 calls .230 and .128. Elsewhere they are level."""
-K = TypeVar("K", bound=Hashable)
-
-
-def at_most(scores: Sequence[float | None], highest: float) -> float:
-    """Return the largest sum that scores can still come to when none is above ``highest``; None stands for one to come.
-
-    It is exact in floating point as well: added in the same order, larger terms never give a smaller sum.
-    """
-    return sum(highest if score is None else score for score in scores)
-
-
-def scale_problem(score: float, perfect: float | None, skips_perfect: bool) -> str | None:
-    """Say what a score outside of the expected scale does to the search, and what to pass; None for a score inside.
-
-    The scale is as wide as ``perfect`` is large (1 where it is 0), and ends there: 0 to 1 by default.
-    """
-    if perfect is None:
-        return None
-    lowest = perfect - abs(perfect or 1.0)
-    given = f"A rollout scored {score:g}, outside of {lowest:g} to perfect_score={perfect:g}. "
-    if score > perfect:
-        skipped = "A minibatch of such scores counts as perfect and is not reflected on. " if skips_perfect else ""
-        return (
-            f"{given}{skipped}The effects of changes are estimated on too small a scale. Pass the "
-            "best score that your metric can give as perfect_score= "
-            "(perfect_score=100 for scores of 0 to 100), or return scores of 0 to 1."
-        )
-    if score < lowest:
-        return (
-            f"{given}One such score outweighs all others in the means by which candidates are compared. Return "
-            f"{lowest:g} for the worst, for failures too (failure_score= is what a failed rollout scores)."
-        )
-    return None
 
 
 Watch = Callable[[int, Rollout], bool]
@@ -97,7 +64,9 @@ class Gate:
     def __call__(self, index: int, rollout: Rollout) -> bool:
         """Take the score of example number ``index``; False from when the sum cannot pass any more."""
         self._scores[index] = rollout.score
-        most, needed = at_most(self._scores, self._highest()), self._before()
+        # Exact in floating point as well: added in the same order, larger terms never give a smaller sum.
+        highest, needed = self._highest(), self._before()
+        most = sum(highest if score is None else score for score in self._scores)
         if needed is not None:
             self.closed |= not (most > needed if self._is_strict else most >= needed)
         return not self.closed
@@ -148,12 +117,28 @@ class Evaluations:
         self._on_score = on_score or (lambda candidate, split, example, score: None)
 
     def record_score(self, score: float) -> None:
-        """Watch the scale of scores: warn once of one outside; reject nothing early after one above its end."""
-        if not self._has_warned:
-            problem = scale_problem(score, self._pool.perfect_score, self._pool.skips_perfect)
-            if problem is not None:
-                self._has_warned = True
-                logger.warning("%s", problem)
+        """Watch the scale of scores: warn once of one outside; reject nothing early after one above its end.
+
+        The scale is as wide as ``perfect_score`` is large (1 where it is 0), and ends there: 0 to 1 by default.
+        """
+        perfect, problem = self._pool.perfect_score, ""
+        lowest = -math.inf if perfect is None else perfect - abs(perfect or 1.0)
+        if perfect is not None and score > perfect:
+            skips = "A minibatch of such scores counts as perfect and is not reflected on. "
+            problem = (
+                f"{skips if self._pool.skips_perfect else ''}The effects of changes are estimated on too small a "
+                "scale. Pass the best score that your metric can give as perfect_score= (perfect_score=100 for scores "
+                "of 0 to 100), or return scores of 0 to 1."
+            )
+        elif score < lowest:
+            problem = (
+                "One such score outweighs all others in the means by which candidates are compared. Return "
+                f"{lowest:g} for the worst, for failures too (failure_score= is what a failed rollout scores)."
+            )
+        if problem and not self._has_warned:
+            self._has_warned = True
+            given = f"A rollout scored {score:g}, outside of {lowest:g} to perfect_score={perfect:g}."
+            logger.warning("%s %s", given, problem)
         if score > self.highest:
             self.highest = math.inf
 

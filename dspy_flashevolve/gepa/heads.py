@@ -40,50 +40,6 @@ CONSOLIDATION = "consolidation"
 """Tag of proposals that are written anew."""
 
 
-class Consolidations:
-    """Has heads written anew by the reflection LM."""
-
-    def __init__(
-        self, run: DspyRun, pool: Pool, credit: Credit, calls: ReflectionCalls, settings: GepaSettings
-    ) -> None:
-        self._run, self._pool, self._credit, self._calls, self._settings = run, pool, credit, calls, settings
-
-    def may_write(self, texts: Texts) -> bool:
-        """Whether a candidate that has grown may still be written anew: once each. Runs in the pool's writer."""
-        return not (self._calls.are_spent or self._credit.is_written_anew(texts))
-
-    async def written(self, step: Step, head: Proposal, least_edits: int) -> Screened | None:
-        """Let the reflection LM write anew the components of a head that have grown, and have so many edits.
-
-        Returns:
-            The new candidate; None where there is nothing to write anew, and where no reply came or one that is of no
-            use: it changes nothing, is a candidate of the pool already, or is much longer than all that it was made of.
-        """
-        texts, settings = head.candidate, self._settings
-        effects = await self._pool.write(self._credit.effects_in_grown, texts, least_edits)
-        if not effects or self._calls.are_spent:
-            return None
-        await self._pool.write(self._credit.mark_written_anew, texts)
-        inputs: dict[str, dict[str, Any]] = {"texts": {name: texts[name] for name in effects}, "effects": effects}
-        record = ReplyText(hash_of({"consolidate": json.dumps(inputs["texts"], sort_keys=True)}))
-        try:
-            asked = await self._run.call_module(
-                "integrate", step, Consolidation(), inputs, lm=settings.reflection_lm,
-                read=lambda answer: checked_texts(dict(answer.texts)), record=record,
-            )  # fmt: skip
-        except RolloutUnresolvedError:
-            return None
-        self._calls.record_reflections(asked.calls)
-        clean = {**texts, **(asked.answer or {})}
-        limits = settings.workflow.max_candidate_characters, settings.max_text_characters
-        has_strayed = any(len(clean[name]) > len(texts[name]) + SPARE_CHARACTERS for name in effects)
-        if has_strayed or is_too_long(clean, *limits, texts) or clean == texts:
-            return None
-        if await self._pool.write(lambda: clean in self._pool.state.program_candidates):
-            return None
-        return Screened(replace(head, candidate=clean, tag=CONSOLIDATION))
-
-
 DOUBTED, PATIENCE, ALONE_EVERY = 0.5, 8, 3
 """Heads are doubted where half of the metric calls, and at least what four steps cost that validate their child, were
 spent since the pool's best candidate became better. Then every third step validates its own child, though its changes
@@ -209,9 +165,7 @@ class Heads:
     ) -> None:
         self._run, self._pool, self._credit, self._selection, self._calls = run, pool, credit, selection, calls
         self._settings, self._initial, self._ends_with_perfect = settings, list(initial), ends_with_perfect
-        self._consolidations: Consolidations | None = None
-        if credit is not None and asks_for_edits:
-            self._consolidations = Consolidations(run, pool, credit, calls, settings)
+        self._consolidates = credit is not None and asks_for_edits
         self.time = ValidationTime(run, len(pool.loader))
         self.phase = Phase.SEARCHING
         self._pending: Head | None = None
@@ -239,12 +193,12 @@ class Heads:
         if self._credit is None:
             return False
         joins = self._credit.outlook.joins
-        return joins if joins is not None else (True if self._consolidations is not None else None)
+        return joins if joins is not None or not self._consolidates else True
 
     @property
     def is_grown(self) -> bool:
         """Whether there is so much in the head that it is written anew before its last validation."""
-        if self._credit is None or self._consolidations is None or self._calls.are_spent:
+        if self._credit is None or not self._consolidates or self._calls.are_spent:
             return False
         return self._credit.outlook.is_grown
 
@@ -405,11 +359,12 @@ class Heads:
     def _last(self) -> Head | None:
         """Find what the last validation of a run is for: the head, or the best text of the pool, written anew."""
         head = None if self.only_rewrites else self._due(0.0, is_pressing=True)
-        if head is not None or self._credit is None or self._consolidations is None:
+        if head is not None or self._credit is None or not self._consolidates:
             return head
         best = self._pool.best_index
         texts = self._pool.state.program_candidates[best]
-        is_due = best in self._pool.grown and self._consolidations.may_write(texts)
+        is_spent = self._calls.are_spent or self._credit.is_written_anew(texts)
+        is_due = best in self._pool.grown and not is_spent
         return Head(texts, self._credit.changes_in(texts), 0.0) if is_due else None
 
     def _given_head(self, step: Step, head: Head | None, is_last: bool, is_timed: bool) -> Given | None:
@@ -457,12 +412,44 @@ class Heads:
         """
         is_last, texts = given.is_last, head.proposal.candidate
         left = [] if await self._pool.write(lambda: texts in self._pool.state.program_candidates) else [head]
-        if self._consolidations is None or given.is_timed or (is_last and self.time.is_ending):
+        if not self._consolidates or given.is_timed or (is_last and self.time.is_ending):
             return left
-        anew = await self._consolidations.written(step, head.proposal, 0 if is_last else GROWN_EDITS)
+        anew = await self._written_anew(step, head.proposal, 0 if is_last else GROWN_EDITS)
         if anew is None:
             return left
         return [*left, anew] if is_last else [anew]
+
+    async def _written_anew(self, step: Step, head: Proposal, least_edits: int) -> Screened | None:
+        """Let the reflection LM write anew the components of a head that have grown, and have so many edits.
+
+        Returns:
+            The new candidate; None where there is nothing to write anew, and where no reply came or one that is of no
+            use: it changes nothing, is a candidate of the pool already, or is much longer than all that it was made of.
+        """
+        texts, settings, credit = head.candidate, self._settings, self._credit
+        assert credit is not None
+        effects = await self._pool.write(credit.effects_in_grown, texts, least_edits)
+        if not effects or self._calls.are_spent:
+            return None
+        await self._pool.write(credit.mark_written_anew, texts)
+        inputs: dict[str, dict[str, Any]] = {"texts": {name: texts[name] for name in effects}, "effects": effects}
+        record = ReplyText(hash_of({"consolidate": json.dumps(inputs["texts"], sort_keys=True)}))
+        try:
+            asked = await self._run.call_module(
+                "integrate", step, Consolidation(), inputs, lm=settings.reflection_lm,
+                read=lambda answer: checked_texts(dict(answer.texts)), record=record,
+            )  # fmt: skip
+        except RolloutUnresolvedError:
+            return None
+        self._calls.record_reflections(asked.calls)
+        clean = {**texts, **(asked.answer or {})}
+        limits = settings.workflow.max_candidate_characters, settings.max_text_characters
+        has_strayed = any(len(clean[name]) > len(texts[name]) + SPARE_CHARACTERS for name in effects)
+        if has_strayed or is_too_long(clean, *limits, texts) or clean == texts:
+            return None
+        if await self._pool.write(lambda: clean in self._pool.state.program_candidates):
+            return None
+        return Screened(replace(head, candidate=clean, tag=CONSOLIDATION))
 
     # What validations tell. Runs in the pool's writer.
 
@@ -511,7 +498,7 @@ class Heads:
                 self._improved_at = self._run.budget.spent, self._validation_calls
             if credit.is_made_of_changes(texts):
                 if commit.score >= best:
-                    credit.set_parent(texts, commit.candidate)
+                    credit.parent = commit.candidate
                 continue
             gain, is_clean = max(0.0, credit.head().gain), commit.candidate in clean
             if commit.score >= best + LEAST_KEPT * gain if is_clean else commit.score > best + gain:

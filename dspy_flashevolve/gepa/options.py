@@ -117,7 +117,15 @@ def check_options(settings: GepaSettings) -> None:
     known = set(inspect.signature(optimize).parameters)
     for name, value in settings.gepa_kwargs.items():
         if name not in REFUSED or value is not None:  # None is gepa's own default: nothing was asked for
-            _check_key(name, known)
+            if name in ARGUMENTS:
+                raise ConfigurationError(
+                    f"gepa_kwargs has {name!r}: pass it as the argument {ARGUMENTS[name]}= instead."
+                )
+            if name in REFUSED:
+                raise ConfigurationError(f"gepa_kwargs has {name!r}, which cannot be passed through: {REFUSED[name]}.")
+            if name not in known:
+                allowed = ", ".join(sorted(known - ARGUMENTS.keys() - REFUSED.keys()))
+                raise ConfigurationError(f"gepa_kwargs has {name!r}, which gepa does not know. It knows: {allowed}.")
     for name, given in strategies(settings).items():
         _check_choice(name, given, PROTOCOLS.get(name))
     if settings.frontier_type not in FRONTIERS:
@@ -137,16 +145,6 @@ def check_options(settings: GepaSettings) -> None:
         raise ConfigurationError(
             "perfect_score is None while skip_perfect_score is True: give a score, or set it False."
         )
-
-
-def _check_key(name: str, known: set[str]) -> None:
-    if name in ARGUMENTS:
-        raise ConfigurationError(f"gepa_kwargs has {name!r}: pass it as the argument {ARGUMENTS[name]}= instead.")
-    if name in REFUSED:
-        raise ConfigurationError(f"gepa_kwargs has {name!r}, which cannot be passed through: {REFUSED[name]}.")
-    if name not in known:
-        allowed = ", ".join(sorted(known - ARGUMENTS.keys() - REFUSED.keys()))
-        raise ConfigurationError(f"gepa_kwargs has {name!r}, which gepa does not know. It knows: {allowed}.")
 
 
 def _check_choice(name: str, given: Any, protocol: type | None) -> None:

@@ -124,7 +124,10 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self.grown: dict[int, list[str]] = {}
         """Candidate -> its components that join what several children added: of equals, one without is returned."""
         self.speculative = SpeculativeCandidates()
-        self.state: State = self._provisional_state()
+        # The seed has no scores yet: steps may start, nothing can be compared.
+        self.state: State = GEPAState(seed_candidate, ValsetEvaluation[Any, Any]({}, {}, None))
+        self.state.num_full_ds_evals = self.state.total_num_evals = 0
+        self.state.evaluation_cache = parts.cache
         self._checkpoint_seconds = 0.0 if run.lockstep else CHECKPOINT_SECONDS
         self._saved_at = float("-inf")
         self.reports = Reports(self.state, told, logger, parts.tracker, trainset, valset)
@@ -149,8 +152,11 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def start(self) -> bool:
         """Begin the run; True when it goes on from a checkpoint, so that the seed is confirmed."""
-        names = ("perfect_score", "seed", "track_best_outputs")
-        self.reports.run_begins(self.seed_candidate, {name: getattr(self, name) for name in names})
+        self.reports.notify(
+            "on_optimization_start", seed_candidate=self.seed_candidate, trainset_size=len(self.trainset),
+            valset_size=len(self.loader),
+            config={name: getattr(self, name) for name in ("perfect_score", "seed", "track_best_outputs")},
+        )  # fmt: skip
         if self._checkpoint is None:
             return False
         self.confirm_seed(ValsetEvaluation[Any, Any]({}, {}, None))
@@ -242,7 +248,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def begin_step(self, step: Step) -> dict[str, Any]:
         """Advance the iteration; returns the step's entry of the run log. One that goes on may have one already."""
         if self.save():
-            self.reports.checkpoint_saved(None if self._directory is None else str(self._directory))
+            directory = None if self._directory is None else str(self._directory)
+            self.reports.notify("on_state_saved", self.state.i + 1, run_dir=directory)
         self.state.i = max(self.state.i, step.number)
         trace = self.log_entry(step)
         self.reports.step_begins(step)
@@ -283,7 +290,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def record_parents(self, step: Step, tasks: Sequence[Task], evaluations: Sequence[Batch]) -> None:
         """Take in what the parents scored on their minibatches."""
-        self.reports.parents_evaluated(step, tasks, evaluations)
+        for task, batch in zip(tasks, evaluations, strict=True):
+            self.reports.evaluation_ended(step, batch, self.reports.parents_of(task), task.parent_idx)
         self.count_calls()
         for task, batch in zip(tasks, evaluations, strict=True):
             self._cache_minibatch(task.parent_candidate, task, batch)
@@ -342,7 +350,9 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             trace["tasks"][child.parent.index]["new_subsample_scores"] = list(batch.scores)
         before, after = screened[0][0].parent.evaluation.scores, screened[0][1].scores
         trace["subsample_scores"], trace["new_subsample_scores"] = before, after
-        self.reports.children_counted(step, before, after)
+        old, new = sum(before), sum(after)
+        figures = {"subsample_score": old, "new_subsample_score": new, "subsample/before": old, "subsample/after": new}
+        self.reports.track(step, **figures)
         children = {id(made := child.proposal(step, batch)): (child, made) for child, batch in screened}
         proposals = [proposal for _, proposal in children.values()]
         try:  # gepa's engine chooses, reports what it left, and then evaluates, in one call: it is left there
@@ -384,11 +394,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     # Crossovers.
 
     def judge_crossover(
-        self,
-        step: Step,
-        plan: Crossover,
-        lookup: ValidationPlan,
-        fresh: Mapping[Any, Rollout],
+        self, step: Step, plan: Crossover, lookup: ValidationPlan, fresh: Mapping[Any, Rollout]
     ) -> Proposal | None:
         """Judge a crossover as gepa does: not worse than the better of its parents. None when it is."""
         result = self.complete_validation(lookup, fresh)
@@ -574,7 +580,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def fail(self, error: BaseException) -> None:
         """Write the checkpoint and report that ``error`` ended the run, and with it the steps on their way."""
         if isinstance(error, Exception):
-            self.reports.run_failed(error)
+            self.reports.notify("on_error", self.state.i + 1, exception=error, will_continue=False)
         self.reports.end_steps()
         self.state.total_num_evals = max(self.state.total_num_evals, self._budget.spent)
         self.save(force=True)
@@ -636,15 +642,11 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         if self._directory is not None:
             write_private(self._directory / "candidate_tree.html", page)
 
-    def _provisional_state(self) -> State:
-        """Make a state in which the seed has no scores yet: steps may start, nothing can be compared."""
-        state: State = GEPAState(self.seed_candidate, ValsetEvaluation[Any, Any]({}, {}, None))
-        state.num_full_ds_evals = state.total_num_evals = 0
-        state.evaluation_cache = self._initial_evaluation_cache
-        return state
-
     def _on_calls(self, total: int, delta: int) -> None:
-        self.reports.calls_counted(total, delta, self._get_remaining_budget(self.state))
+        self.reports.notify(
+            "on_budget_updated", self.state.i + 1, metric_calls_used=total, metric_calls_delta=delta,
+            metric_calls_remaining=self._get_remaining_budget(self.state),
+        )  # fmt: skip
 
 
 def _json(value: Any) -> str:

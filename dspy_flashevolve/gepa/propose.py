@@ -191,7 +191,7 @@ class Proposing:
         parent_texts, record, reason = task.parent.task.parent_candidate, _ProposalRecord(task), ""
         for attempt in range(ATTEMPTS):
             self._check()
-            self._calls.record_reflections(not task.is_paid)
+            self._calls.reflections += not task.is_paid
             try:
                 reflection = await self._run.rollouts.request(
                     "propose",

@@ -128,7 +128,7 @@ class Repairs:
         verdicts = tuple((step.number, verdict.verdict, verdict.reason) for verdict in repair.verdicts)
         self._run.bus.emit(Integrated(self._run.clock(), step.number, base.index, (step.number,), verdicts, failed))
         if failed and is_answered and failed != KNOWN:
-            self._count_miss()
+            self.record_use(False)
         return child if isinstance(outcome, str) else outcome
 
     def are_paid(self, step: Step, children: Sequence[Child]) -> bool:
@@ -164,15 +164,9 @@ class Repairs:
         waiting = [entry.candidate for entry in self._pool.speculative.entries]
         return KNOWN if candidate in [*self._pool.state.program_candidates, *waiting] else ""
 
-    def record_screen(self, passed: bool) -> None:
-        """Take note of whether a patched child is better than what it was patched onto."""
-        if passed:
-            self._misses = 0
-        else:
-            self._count_miss()
-
-    def _count_miss(self) -> None:
-        self._misses += 1
+    def record_use(self, is_better: bool) -> None:
+        """Take note of whether a repair made a child that is better than what it was patched onto."""
+        self._misses = 0 if is_better else self._misses + 1
         if self._misses == MOST_MISSES:
             logger.warning(
                 "%d repairs of stale candidates in a row could not be used, or made nothing better: stale candidates "

@@ -21,7 +21,7 @@ from gepa.logging.experiment_tracker import ExperimentTracker
 
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.records import Batch, Candidate, Child, Commit, Crossover, Proposal, Task
+from dspy_flashevolve.gepa.records import Batch, Child, Commit, Crossover, Proposal, Task
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.report import report
@@ -108,7 +108,7 @@ class Reports:
         self._early: dict[int, int] = {}
         """Step that selected before the seed was validated -> the candidate, whose score its log line waits for."""
 
-    def _notify(self, method: str, iteration: int | None = None, **event: Any) -> None:
+    def notify(self, method: str, iteration: int | None = None, **event: Any) -> None:
         """Tell gepa's callbacks of an event of an iteration; None where the event has none."""
         if iteration is not None:
             event = {"iteration": iteration, **event}
@@ -117,15 +117,11 @@ class Reports:
     def _log(self, step: Step, message: str) -> None:
         self._logger.log(f"Iteration {step.number + 1}: {message}")
 
-    def _track(self, step: Step, **figures: Any) -> None:
+    def track(self, step: Step, **figures: Any) -> None:
+        """Send figures of a step to the tracker."""
         self._tracker.log_metrics({**figures, "total_metric_calls": self._state.total_num_evals}, step=step.number + 1)
 
     # The run.
-
-    def run_begins(self, seed: Candidate, config: Mapping[str, Any]) -> None:
-        """The run begins; nothing is validated."""
-        sizes = {"trainset_size": len(self._trainset), "valset_size": len(self._valset)}
-        self._notify("on_optimization_start", seed_candidate=seed, **sizes, config=config)
 
     def seed_validated(self, config: Mapping[str, Any]) -> None:
         """The seed is validated, or a checkpoint's candidates are loaded (gepa 0.1.4, ``GEPAEngine.run``)."""
@@ -149,7 +145,7 @@ class Reports:
         )
         iteration = 0 if self._begun else state.i + 1  # steps may have begun before the seed was validated
         self._logger.log(f"Iteration {iteration}: {BASE}: {average} over {coverage} / {valset_size} examples")
-        self._notify(
+        self.notify(
             "on_valset_evaluated", 0, candidate_idx=0, candidate=state.program_candidates[0],
             scores_by_val_id=dict(state.prog_candidate_val_subscores[0]), average_score=average,
             num_examples_evaluated=coverage, total_valset_size=valset_size, parent_ids=[], is_best_program=True,
@@ -161,19 +157,10 @@ class Reports:
                 self._logger.log_first(number + 1, f"Selected program {candidate} score: {score}")
             self._logger.release()
 
-    def calls_counted(self, total: int, delta: int, left: int | None) -> None:
-        """Metric calls were made: ``delta`` of them since the last time."""
-        calls = {"metric_calls_used": total, "metric_calls_delta": delta, "metric_calls_remaining": left}
-        self._notify("on_budget_updated", self._state.i + 1, **calls)
-
-    def checkpoint_saved(self, run_dir: str | None) -> None:
-        """gepa's checkpoint is written."""
-        self._notify("on_state_saved", self._state.i + 1, run_dir=run_dir)
-
     def run_ended(self, best: int, best_score: float) -> None:
         """The run came to its end."""
         state = self._state
-        self._notify(
+        self.notify(
             "on_optimization_end", best_candidate_idx=best, total_iterations=state.i,
             total_metric_calls=state.total_num_evals, final_state=state,
         )  # fmt: skip
@@ -189,16 +176,12 @@ class Reports:
             summary[f"best/{name}"] = texts[name]
         self._tracker.log_summary(summary)
 
-    def run_failed(self, error: Exception) -> None:
-        """An error ends the run."""
-        self._notify("on_error", self._state.i + 1, exception=error, will_continue=False)
-
     # A step's beginning and end.
 
     def step_begins(self, step: Step) -> None:
         """A step begins with its selection."""
         self._begun.add(step.number)
-        self._notify("on_iteration_start", step.number + 1, state=self._state, trainset_loader=self._trainset)
+        self.notify("on_iteration_start", step.number + 1, state=self._state, trainset_loader=self._trainset)
 
     def step_ended(self, step: Step, accepted: bool, is_integrated: bool = False) -> None:
         """A step has ended; ``is_integrated``: its changes are in the text that is validated next."""
@@ -216,7 +199,7 @@ class Reports:
         self._begun.clear()
 
     def _iteration_ended(self, number: int, accepted: bool) -> None:
-        self._notify("on_iteration_end", number + 1, state=self._state, proposal_accepted=accepted)
+        self.notify("on_iteration_end", number + 1, state=self._state, proposal_accepted=accepted)
         if isinstance(self._logger, IterationLog):  # its lines had to wait for this
             self._logger.end(number + 1)
 
@@ -226,19 +209,14 @@ class Reports:
         """A parent and a minibatch are selected."""
         parent, iteration = task.parent_idx, step.number + 1
         texts, score = task.parent_candidate, score_of(self._state, parent)
-        self._notify("on_candidate_selected", iteration, candidate_idx=parent, candidate=texts, score=score)
+        self.notify("on_candidate_selected", iteration, candidate_idx=parent, candidate=texts, score=score)
         sizes = {"minibatch_ids": task.minibatch_ids, "trainset_size": len(self._trainset)}
-        self._notify("on_minibatch_sampled", iteration, **sizes)
+        self.notify("on_minibatch_sampled", iteration, **sizes)
 
     def parents_begin(self, step: Step, tasks: Sequence[Task]) -> None:
         """The parents are about to be evaluated."""
         for task in tasks:
-            self.evaluation_begins(step, task.minibatch, self._parents_of(task), task.parent_idx)
-
-    def parents_evaluated(self, step: Step, tasks: Sequence[Task], evaluations: Sequence[Batch]) -> None:
-        """The parents are evaluated."""
-        for task, batch in zip(tasks, evaluations, strict=True):
-            self.evaluation_ended(step, batch, self._parents_of(task), task.parent_idx)
+            self.evaluation_begins(step, task.minibatch, self.parents_of(task), task.parent_idx)
 
     def parents_counted(self, step: Step, task: Task, is_seed_scored: bool) -> None:
         """The metric calls of the parents, the first of which ``task`` has, are counted.
@@ -250,7 +228,7 @@ class Reports:
             self._log(step, f"Selected program {task.parent_idx} score: {score_of(self._state, task.parent_idx)}")
         else:
             self._early[step.number] = task.parent_idx
-        self._track(step, iteration=step.number + 1, selected_program_candidate=task.parent_idx)
+        self.track(step, iteration=step.number + 1, selected_program_candidate=task.parent_idx)
 
     def reflection_skipped(self, step: Step, task: Task, reason: str, scores: list[float]) -> None:
         """A parent's minibatch is not reflected on."""
@@ -258,9 +236,10 @@ class Reports:
         what = "No trajectories" if reason == "no_trajectories" else "All subsample scores perfect"
         self._log(step, f"{what} for parent {parent}. Skipping.")
         skipped = {"candidate_idx": parent, "reason": reason, "scores": scores, "is_seed_candidate": parent == 0}
-        self._notify("on_evaluation_skipped", step.number + 1, **skipped)
+        self.notify("on_evaluation_skipped", step.number + 1, **skipped)
 
-    def _parents_of(self, task: Task) -> list[int]:
+    def parents_of(self, task: Task) -> list[int]:
+        """Indices of the candidates that a task's parent was made from."""
         parents = self._state.parent_program_for_candidate[task.parent_idx]
         return [parent for parent in parents if parent is not None]
 
@@ -272,13 +251,13 @@ class Reports:
         """The reflective dataset is there."""
         records = {name: [dict(record) for record in rows] for name, rows in dataset.items()}
         built = {"candidate_idx": task.parent_idx, "components": components, "dataset": records}
-        self._notify("on_reflective_dataset_built", step.number + 1, **built)
+        self.notify("on_reflective_dataset_built", step.number + 1, **built)
         asked = {"parent_candidate": task.parent_candidate, "components": components, "reflective_dataset": records}
-        self._notify("on_proposal_start", step.number + 1, **asked)
+        self.notify("on_proposal_start", step.number + 1, **asked)
 
     def proposed(self, step: Step, texts: dict[str, str]) -> None:
         """The reflection has written new texts."""
-        self._notify("on_proposal_end", step.number + 1, new_instructions=texts, prompts={}, raw_lm_outputs={})
+        self.notify("on_proposal_end", step.number + 1, new_instructions=texts, prompts={}, raw_lm_outputs={})
         for name, text in texts.items():
             self._log(step, f"Proposed new text for {name}: {text}")
 
@@ -292,12 +271,6 @@ class Reports:
         self._without_proposal.discard(step.number)
         self.evaluation_ended(step, batch, parents)
 
-    def children_counted(self, step: Step, before: list[float], after: list[float]) -> None:
-        """The children's metric calls are counted: scores of the first child's parent, and its own."""
-        old, new = sum(before), sum(after)
-        figures = {"subsample_score": old, "new_subsample_score": new, "subsample/before": old, "subsample/after": new}
-        self._track(step, **figures)
-
     # Crossovers.
 
     def crossover_begins(self, step: Step, plan: Crossover) -> None:
@@ -307,11 +280,11 @@ class Reports:
     def crossover_judged(self, step: Step, plan: Crossover, score: float, parent_scores: list[float]) -> None:
         """A crossover is screened; it is rejected where it is worse than the better of its parents."""
         parents = list(plan.parents)
-        self._notify("on_merge_attempted", step.number + 1, parent_ids=parents, merged_candidate=plan.candidate)
+        self.notify("on_merge_attempted", step.number + 1, parent_ids=parents, merged_candidate=plan.candidate)
         if score < max(parent_scores):
             worse = f"worse than both parents {parent_scores}"
             self._log(step, f"New program subsample score {score} is {worse}, skipping merge")
-            self._notify(
+            self.notify(
                 "on_merge_rejected", step.number + 1, parent_ids=parents, reason=f"Merged score {score} {worse}"
             )
 
@@ -327,9 +300,9 @@ class Reports:
         """A candidate is in the pool."""
         event = {"new_candidate_idx": commit.candidate, "parent_ids": proposal.parent_program_ids}
         if proposal.tag == "merge":
-            self._notify("on_merge_accepted", step.number + 1, **event)
+            self.notify("on_merge_accepted", step.number + 1, **event)
         score = sum(proposal.subsample_scores_after) if proposal.subsample_scores_after else commit.score
-        self._notify("on_candidate_accepted", step.number + 1, new_score=score, **event)
+        self.notify("on_candidate_accepted", step.number + 1, new_score=score, **event)
 
     # Any evaluation of a minibatch.
 
@@ -337,14 +310,14 @@ class Reports:
         self, step: Step, inputs: list[Any], parents: list[int], index: int | None = None, traced: bool = True
     ) -> None:
         """A candidate is about to be evaluated; ``index``: its place in gepa's pool, where it has one."""
-        self._notify(
+        self.notify(
             "on_evaluation_start", step.number + 1, candidate_idx=index, batch_size=len(inputs), capture_traces=traced,
             parent_ids=parents, inputs=inputs, is_seed_candidate=index == 0,
         )  # fmt: skip
 
     def evaluation_ended(self, step: Step, batch: Batch, parents: list[int], index: int | None = None) -> None:
         """A candidate is evaluated."""
-        self._notify(
+        self.notify(
             "on_evaluation_end", step.number + 1, candidate_idx=index, scores=batch.scores,
             has_trajectories=bool(batch.trajectories), parent_ids=parents, outputs=batch.outputs,
             trajectories=batch.trajectories, objective_scores=batch.objective_scores, is_seed_candidate=index == 0,

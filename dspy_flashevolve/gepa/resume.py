@@ -1,24 +1,23 @@
 """Going on with an interrupted run: what GEPA writes down beside the engine's rows, and how its pool, its heads and its
 steps are put back to where journal and gepa's checkpoint say that they were.
 
-What touches the pool runs in its writer.
+What touches the pool runs in its writer; what reads the journal, within :func:`reporting_damage`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
-from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from gepa.core.data_loader import DataLoader
 from gepa.core.state import GEPAState, ValsetEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.journal import BEFORE_STEPS, RunJournal, id_text, reporting_damage
+from dspy_flashevolve.engine.journal import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.staleness import POLICIES
 from dspy_flashevolve.engine.texts import logger_named
@@ -32,21 +31,6 @@ from dspy_flashevolve.programs.fingerprints import plain_settings
 from dspy_flashevolve.programs.records import output_in
 
 logger = logger_named(__name__)
-
-A = ParamSpec("A")
-T = TypeVar("T")
-
-
-def _reads(read: Callable[Concatenate[RunJournal, A], T]) -> Callable[Concatenate[RunJournal, A], T]:
-    """Let a function tell of damage that it finds in the journal, as that."""
-
-    @wraps(read)
-    def reading(journal: RunJournal, *args: A.args, **kwargs: A.kwargs) -> T:
-        with reporting_damage(journal.journal.path):
-            return read(journal, *args, **kwargs)
-
-    return reading
-
 
 # gepa's checkpoint.
 
@@ -80,7 +64,6 @@ def written_out(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, **{name: repr(value) for name, value in own.items() if is_dataclass(value)}}
 
 
-@_reads
 def tell_changes(journal: RunJournal, arguments: Mapping[str, Any]) -> None:
     """Warn where a run goes on with another search or staleness policy than its last session had.
 
@@ -130,7 +113,6 @@ def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
     ]
 
 
-@_reads
 def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected | Crossover:
     """Read what an interrupted step had selected."""
     if isinstance(selection, dict):
@@ -167,7 +149,6 @@ def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
 # Credit assignment.
 
 
-@_reads
 def restore_credit(journal: RunJournal, credit: Credit, pool: Pool) -> None:
     """Put the changes back, the evidence on them from the rollouts of steps that have ended, and what has grown."""
     for index, names in pool.grown.items():
@@ -183,7 +164,6 @@ def restore_credit(journal: RunJournal, credit: Credit, pool: Pool) -> None:
 # The run.
 
 
-@_reads
 def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
     """Put the pool where the journal says that it was, and find the steps that had no end.
 
@@ -193,7 +173,10 @@ def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
     Raises:
         RunDirectoryError: the journal is damaged, or knows of candidates while gepa's checkpoint is gone.
     """
-    _close_what_is_done(journal)
+    is_open = "NOT IN (SELECT step FROM ends)"  # killed after its commit, before its end was written
+    for row in journal.journal.rows(f"SELECT DISTINCT step FROM commits WHERE step IS NOT NULL AND step {is_open}"):
+        journal.record_end(row["step"], "committed", "the run was killed after the commit", before=True)
+    journal.journal.flush_blocking()
     journal.load_unfinished(seeded)
     if not seeded and journal.journal.rows("SELECT 1 FROM commits LIMIT 1"):
         raise RunDirectoryError(
@@ -208,15 +191,6 @@ def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
         grown, committed = journal.journal.get_state("grown") or {}, len(pool.state.program_candidates)
         pool.grown.update({int(index): names for index, names in grown.items() if int(index) < committed})
         pool.best.look()
-
-
-def _close_what_is_done(journal: RunJournal) -> None:
-    """End the steps whose work was done when the run was killed, before their end was written."""
-    rows, flush = journal.journal.rows, journal.journal.flush_blocking
-    is_open = "NOT IN (SELECT step FROM ends)"
-    for row in rows(f"SELECT DISTINCT step FROM commits WHERE step IS NOT NULL AND step {is_open}"):
-        journal.record_end(row["step"], "committed", "the run was killed after the commit", before=True)
-    flush()
 
 
 def _reconcile(journal: RunJournal, pool: Pool) -> None:

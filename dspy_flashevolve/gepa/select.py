@@ -6,9 +6,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-from gepa.core.state import GEPAState
 from gepa.proposer.merge import MergeProposer
 
 from dspy_flashevolve.engine.steps import Step
@@ -16,8 +16,6 @@ from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import Chosen
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Crossover, Selected, Task
-
-State = GEPAState[Any, Any]
 
 
 class Selection:
@@ -37,9 +35,7 @@ class Selection:
         unanswerable: Callable[[dict[str, str]], set[Any]],
         most_examples: Callable[[], int | None],
     ) -> None:
-        self._pool = pool
-        self._credit = credit
-        self._frontier_share = frontier_share
+        self._pool, self._credit, self._frontier_share = pool, credit, frontier_share
         self._unanswerable, self._most_examples = unanswerable, most_examples
         self._crossing: set[int] = set()
         """Numbers of the steps that cross two candidates."""
@@ -101,11 +97,11 @@ class Selection:
 
     def _sample(self, step: Step, draw: float, rng: random.Random) -> Selected:
         pool, parts = self._pool, self._pool.parts
-        selector = parts.candidate_selection_strategy if pool.seed_confirmed else _Fixed(0)
+        selector = parts.candidate_selection_strategy if pool.seed_confirmed else _fixed(0)
         credit, variant = self._credit, None
         if credit is not None and credit.outlook.joins is not False and draw >= self._frontier_share:
             variant = credit.variant(rng)
-            selector = _Fixed(credit.parent)
+            selector = _fixed(credit.parent)
         tasks, bases = pool.speculative.sample(
             pool.state,
             lambda state: parts.sampling_strategy.sample_tasks(state, selector, parts.batch_sampler, pool.trainset),
@@ -141,16 +137,9 @@ class Selection:
         return replace(task, minibatch_ids=ids, minibatch=self._pool.trainset.fetch(ids)) if missing else task
 
 
-class _Fixed:
-    """Selects one candidate: the seed while there is nothing else, or the parent of what is composed."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def select_candidate_idx(self, state: State) -> int:
-        """gepa's CandidateSelector."""
-        del state
-        return self._index
+def _fixed(index: int) -> Any:
+    """gepa's CandidateSelector of one: the seed while there is nothing else, or the parent of what is composed."""
+    return SimpleNamespace(select_candidate_idx=lambda state: index)
 
 
 def plan_crossover(pool: Pool, step: Step, merge: MergeProposer[Any]) -> Crossover | None:

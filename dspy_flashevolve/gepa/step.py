@@ -21,7 +21,7 @@ from dspy.primitives import Module
 
 from dspy_flashevolve.engine.errors import ConfigurationError, NoLongerWantedError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import SeedValidated
-from dspy_flashevolve.engine.journal import BEFORE_STEPS, hash_of, id_text
+from dspy_flashevolve.engine.journal import BEFORE_STEPS, hash_of, id_text, reporting_damage
 from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look, Place, StalenessPolicy, Texts
 from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
@@ -146,10 +146,11 @@ class GepaLoop:
         run, pool = self._run, self._pool
         is_seeded = await pool.write(pool.start)
         if run.journal is not None:
-            await pool.write(resume.take_up, run.journal, pool, is_seeded)
-            run.budget.spent = run.journal.spent
-            if self._credit is not None:
-                await pool.write(resume.restore_credit, run.journal, self._credit, pool)
+            with reporting_damage(run.journal.journal.path):
+                await pool.write(resume.take_up, run.journal, pool, is_seeded)
+                run.budget.spent = run.journal.spent
+                if self._credit is not None:
+                    await pool.write(resume.restore_credit, run.journal, self._credit, pool)
         if is_seeded:
             run.budget.spent = pool.state.total_num_evals
             self._heads.restored()
@@ -272,7 +273,8 @@ class GepaLoop:
                 selection = resume.selection_of(run.journal, work)
         else:
             assert run.journal is not None
-            work = await pool.write(resume.selected_again, run.journal, pool, step.recorded)
+            with reporting_damage(run.journal.journal.path):
+                work = await pool.write(resume.selected_again, run.journal, pool, step.recorded)
             await pool.write(self._selection.runs_again, step, isinstance(work, Crossover))
             version, value = step.version, await pool.write(self._selection.parent_score, work)
         run.begin(step, version, value, selection)
@@ -386,7 +388,7 @@ class GepaLoop:
         indices = {child.parent.index for child, _ in passed}
         for child in children:
             if child.patched is not None:
-                self._repairs.record_screen(passed=child.parent.index in indices)
+                self._repairs.record_use(child.parent.index in indices)
         if not screened:
             await pool.write(pool.count_calls)
             raise StepEnded(EndKind.REJECTED, "no child could pass its screen any more")

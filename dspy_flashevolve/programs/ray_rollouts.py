@@ -48,7 +48,7 @@ from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.building import StudentAdapter
-from dspy_flashevolve.programs.faults import chain_of, is_refusal
+from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
 from dspy_flashevolve.programs.lm import CACHED_SECONDS, LanguageModels
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.mistakes import Failure
@@ -133,7 +133,7 @@ class RolloutAnswer:
     Args:
         attempt: the rollout; None where there is none.
         error: what was raised; None also where it was cancelled.
-        is_refused: a provider asked for fewer requests, which the limit of its endpoint follows.
+        is_refused: a provider asked for fewer requests, or did not answer in time, which the limit of its endpoint follows.
         metric_began: its call counts.
         used: what LMs used, as a UsageTracker has it.
         is_lost: its actor is lost.
@@ -213,7 +213,9 @@ class RolloutActor:
             except asyncio.CancelledError:
                 raise
             except BaseException as error:
-                answer.is_refused = isinstance(error, TransientError) and any(map(is_refusal, chain_of(error)))
+                answer.is_refused = isinstance(error, TransientError) and any(
+                    is_refusal(cause) or is_timeout(cause) for cause in chain_of(error)
+                )
                 answer.error = _sendable(error)
         del self._scopes[number]
         answer.used = {model: list(entries) for model, entries in usage.usage_data.items()}

@@ -42,7 +42,19 @@ def rates_of(model: str) -> tuple[float, float] | None:
     costs: Mapping[str, Any] = getattr(sys.modules.get("litellm"), "model_cost", None) or _shipped_costs()
     entry = costs.get(model) or costs.get(model.partition("/")[2]) or {}
     prompt, completion = entry.get("input_cost_per_token"), entry.get("output_cost_per_token")
-    return None if prompt is None or completion is None else (float(prompt), float(completion))
+    if prompt is not None and completion is not None:
+        return float(prompt), float(completion)
+    litellm: Any = sys.modules.get("litellm")
+    if litellm is None:
+        return None
+    quiet, litellm.suppress_debug_info = litellm.suppress_debug_info, True  # else it prints its list of providers
+    try:  # it has rules for fine-tuned models, and for prices by size
+        prompt, completion = litellm.cost_per_token(model, prompt_tokens=1_000_000, completion_tokens=1_000_000)
+    except Exception:  # a plain one for models that it does not know
+        return None
+    finally:
+        litellm.suppress_debug_info = quiet
+    return prompt / 1e6, completion / 1e6
 
 
 @cache

@@ -41,6 +41,8 @@ def test_an_operation_that_cannot_be_done_is_told_and_the_others_are_done(wrong:
         ("Take a - b.", "Take a + b.", False),
         ("Take a - b.", "Take a b.", False),
         ("Use x >= 2.", "Use x <= 2.", False),
+        ("An offset of -5.", "An offset of 5.", False),
+        ("Take a*b.", "Take a b.", False),
         ("The right-hand side.", "the right hand side", True),
         ("Round at the END", "- round, at the **end**.", True),
         ("Round at the end.", "At the end, round.", False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import anyio
@@ -195,6 +196,29 @@ def test_one_that_fails_is_left_out_and_then_tried_by_one_request_at_a_time() ->
         assert [bench.begun()[0].name for _ in range(8)].count("fast") > 1
 
     run(main)
+
+
+def test_one_that_was_slow_once_is_asked_again_after_a_minute_and_gets_its_share() -> None:
+    bench, asked = Bench(2, None), Counter[str]()
+
+    async def request(seconds: float) -> None:
+        chosen, sent = bench.begun()
+        asked[chosen.name] += 1
+        await anyio.sleep(60.0 if chosen.name == "slow" and asked["slow"] == 1 else seconds)
+        chosen.record_reply(sent)
+        chosen.leave(sent)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            for _ in range(2):
+                group.start_soon(repeated)
+
+    async def repeated() -> None:
+        for _ in range(300):
+            await request(1.0)
+
+    run(main)
+    assert min(asked.values()) > 100
 
 
 def test_slots_follow_the_limits_of_those_that_are_there() -> None:

@@ -144,18 +144,6 @@ def test_when_the_calls_are_spent_the_last_head_has_one_step_and_no_second_one()
     played(main())
 
 
-def test_calls_that_are_handed_back_pay_search_and_the_last_head_waits_for_its_turn() -> None:
-    async def main() -> None:
-        heads, _, _ = heads_of()
-        await heads.refresh()
-        assert heads.begin_last()
-        heads.resume_search()
-        assert await heads.take(step_of(0)) is None, "a step that searches"
-        assert heads.awaits_last
-
-    played(main())
-
-
 @pytest.mark.parametrize(("left", "begins"), [(126.0, False), (124.0, True)])
 def test_the_last_head_begins_as_long_before_max_seconds_as_a_validation_takes_and_a_quarter_more(
     left: float, begins: bool

@@ -132,12 +132,6 @@ class Repairing:
         return Integrate()
 
 
-def test_a_policy_of_the_users_own_may_have_any_child_repaired() -> None:
-    stats = play(World(), 120, staleness=Repairing("after_propose")).async_stats
-    check_ends(stats)
-    assert stats.looks["integrate"] == len(stats.integrations) > 3
-
-
 @pytest.mark.parametrize("place", ["before_propose", "after_screen", "before_commit"])
 def test_a_policy_that_wants_a_repair_elsewhere_ends_the_run_by_name(place: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"Integrate\(\) {place}: children are repaired after_propose"):

@@ -1,10 +1,9 @@
-"""FlashEvolve's release on a part of a validation, and its median rule; what a sum of scores can still come to."""
+"""FlashEvolve's release on a part of a validation, and its median rule."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import LimitChanged
 from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Step
-from dspy_flashevolve.gepa.evaluate import at_most
 from dspy_flashevolve.gepa.published import PartialRelease, StageWindow, bound_stages, median_shares
 from dspy_flashevolve.gepa.settings import STAGES, Workflow
 from tests.engine.test_run import World
@@ -195,37 +193,3 @@ def test_the_ends_of_the_ranges_are_allowed_and_by_default_every_stage_waits_for
     assert (one.validate, one.median_seconds) == (1.0, None)
     assert Workflow(live_steps=None).live_steps is None
     assert len({Workflow(), Workflow(), Workflow(validate=0.5)}) == 2
-
-
-# What a sum can still come to
-
-
-TERMS = st.floats(-1e6, 1.0).map(lambda score: round(score, 15))
-"""As precise as a metric's scores may be; see at_most on terms under 1e-30."""
-
-
-@given(st.lists(TERMS, min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_no_sum_in_floating_point_is_above_what_was_thought_possible(
-    scores: list[float], shuffler: random.Random
-) -> None:
-    order = list(range(len(scores)))
-    shuffler.shuffle(order)
-    known: list[float | None] = [None] * len(scores)
-    bound = at_most(known, 1.0)
-    for index in order:
-        known[index] = scores[index]
-        assert sum(scores) <= at_most(known, 1.0) <= bound, "it only falls, down to the sum itself"
-        bound = at_most(known, 1.0)
-    assert bound == sum(scores)
-
-
-@given(st.lists(st.sampled_from([0.1, 0.2, 0.3, 1 / 3, 0.7, 0.9, 1.0]), min_size=1, max_size=10), st.integers(0, 9))
-def test_perfect_scores_for_the_rest_reach_the_bound_exactly(scores: list[float], missing: int) -> None:
-    known: list[float | None] = [*scores]
-    known[missing % len(scores)] = None
-    assert at_most(known, 1.0) == sum(1.0 if score is None else score for score in known)
-
-
-def test_without_a_highest_score_anything_is_possible() -> None:
-    assert at_most([0.0, None], math.inf) == math.inf
-    assert at_most([0.0, 0.5], math.inf) == 0.5

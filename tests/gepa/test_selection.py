@@ -7,7 +7,6 @@ from typing import Any
 
 from gepa.core.state import ValsetEvaluation
 from gepa.gepa_utils import find_dominator_programs
-from gepa.strategies.proposal_sampling import ProposalTask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,37 +119,10 @@ def test_gepas_state_holds_what_was_committed_and_looking_does_not_change_it(ste
     pool.close()
 
 
-def test_a_view_is_only_a_view_of_the_fronts_too() -> None:
-    pool = pool_of()
-    pool.speculative.add({"p": "better"}, (), (0,), evaluation=part({0: 1.0, 1: 0.5}))
-    view, _ = pool.speculative.selectable(pool.state)
-    assert view.get_pareto_front_mapping() == {0: {1}, 1: {0, 1}, 2: {0}, 3: {0}}
-    assert pool.state.get_pareto_front_mapping() == {i: {0} for i in range(EXAMPLES)}
-    assert pool.best_score() == 0.5
-    pool.close()
-
-
 def test_what_has_no_scores_yet_is_not_in_the_view() -> None:
     pool = pool_of()
     pool.speculative.add({"p": "the seed, while it is being validated"})
     assert pool.speculative.selectable(pool.state) == (pool.state, [])
-    pool.close()
-
-
-def test_a_task_from_the_view_names_the_candidate_and_its_nearest_confirmed_ancestor() -> None:
-    pool = pool_of()
-    index = commit(pool, 1, [0.75] * EXAMPLES, p="committed").candidate
-    first = pool.speculative.add({"p": "first"}, (), (index,), evaluation=part({0: 1.0}))
-    second = pool.speculative.add({"p": "second"}, (first.key,), (0,), evaluation=part({0: 1.0}))
-
-    def choose(state: Any) -> list[ProposalTask[Any, Any]]:
-        texts = state.program_candidates
-        return [ProposalTask(i, texts[i], [i], [i]) for i in (3, 0, 2, 1)]
-
-    tasks, bases = pool.speculative.sample(pool.state, choose)
-    assert bases == [second.key, None, first.key, None]
-    assert [task.parent_idx for task in tasks] == [index, 0, index, index]
-    assert [task.parent_candidate["p"] for task in tasks] == ["second", "seed", "first", "committed"]
     pool.close()
 
 
@@ -170,26 +142,4 @@ def test_one_that_went_with_its_parent_and_was_confirmed_all_the_same_stands_for
     assert waiting.resolve((child.key,)) == waiting.resolve((grandchild.key,)) == (7,)
     assert waiting.resolve((parent.key,)) == (0,)
     assert waiting.fallen == {parent.key, grandchild.key}
-    pool.close()
-
-
-def test_confirming_puts_the_index_in_place_of_the_handle() -> None:
-    pool = pool_of()
-    waiting = pool.speculative
-    one = waiting.add({"p": "one"}, (), (0,))
-    child = waiting.add({"p": "child"}, (one.key,), ())
-    waiting.confirm(one.key, 3)
-    assert waiting.resolve((one.key,)) == waiting.resolve((child.key,)) == (3,)
-    assert [one.key for one in waiting.entries] == [child.key]
-    pool.close()
-
-
-def test_a_state_with_speculative_candidates_beside_it_is_read_by_gepa(tmp_path: Any) -> None:
-    pool = pool_of()
-    pool.speculative.add({"p": "waits"}, (), (0,), evaluation=part({0: 1.0}))
-    commit(pool, 1, [1.0] * EXAMPLES, p="child")
-    pool.state.save(str(tmp_path))
-    loaded = type(pool.state).load(str(tmp_path))
-    assert [one["p"] for one in loaded.program_candidates] == ["seed", "child"]
-    assert loaded.is_consistent()
     pool.close()

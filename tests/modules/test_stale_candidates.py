@@ -80,11 +80,10 @@ def plain(answer: Any) -> Any:
     return answer.texts, [verdict.model_dump() for verdict in answer.verdicts], answer.failed
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-async def test_one_call_a_changed_component(asynchronous: bool) -> None:
+async def test_one_call_a_changed_component() -> None:
     script = Scripted(lambda prompt: reply("P" if "head of p" in prompt else "Q", c1="orthogonal"))
     children = [child(1, texts={"p": "x", "q": "y"}), child(2, texts={"p": "z"})]
-    answer = await integrated(script, children, asynchronous)
+    answer = await integrated(script, children)
     assert answer.texts == {"p": "P", "q": "Q"}
     assert len(script.prompts) == 2
     assert ["### Child 2" in prompt for prompt in sorted(script.prompts, key=lambda prompt: "head of q" in prompt)] == [
@@ -93,7 +92,6 @@ async def test_one_call_a_changed_component(asynchronous: bool) -> None:
     ]
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(
     "bad",
     [
@@ -108,26 +106,21 @@ async def test_one_call_a_changed_component(asynchronous: bool) -> None:
         '[[ ## verdicts ## ]]\n[{"child": 1, "verdict": "orthogonal"}]',
     ],
 )
-async def test_a_reply_that_cannot_be_read_is_asked_for_once_more_and_then_reported(
-    bad: str, asynchronous: bool
-) -> None:
+async def test_a_reply_that_cannot_be_read_is_asked_for_once_more_and_then_reported(bad: str) -> None:
     script = Scripted(bad)
-    answer = await integrated(script, [child(1)], asynchronous)
+    answer = await integrated(script, [child(1)])
     assert len(script.prompts) == 2
     assert (answer.texts, answer.verdicts, list(answer.failed)) == ({}, [], ["p"])
     assert 0 < len(answer.failed["p"]) <= 300
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(
     ("error", "seen"), [(lm15.RateLimitError("slow"), LMRateLimitError), (lm15.AuthError("who?"), LMAuthError)]
 )
-async def test_the_providers_errors_are_raised_and_not_asked_again(
-    error: Exception, seen: type[LMError], asynchronous: bool
-) -> None:
+async def test_the_providers_errors_are_raised_and_not_asked_again(error: Exception, seen: type[LMError]) -> None:
     script = Scripted(error)
     with pytest.raises(seen):
-        await integrated(script, [child(1)], asynchronous)
+        await integrated(script, [child(1)])
     assert len(script.prompts) == 1
 
 
@@ -165,13 +158,10 @@ async def test_the_prompt_stays_bounded_however_much_there_is_to_show() -> None:
     assert "more characters.)" in prompt
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("word", ["subsumed", "conflicting"])
-async def test_a_verdict_by_which_nothing_is_taken_over_needs_no_text_and_is_asked_for_once(
-    word: str, asynchronous: bool
-) -> None:
+async def test_a_verdict_by_which_nothing_is_taken_over_needs_no_text_and_is_asked_for_once(word: str) -> None:
     script = Scripted(reply("", c1=word))
-    answer = await integrated(script, [child(1)], asynchronous)
+    answer = await integrated(script, [child(1)])
     assert (answer.texts, [verdict.verdict for verdict in answer.verdicts], answer.failed) == ({}, [word], {})
     assert len(script.prompts) == 1
 
@@ -292,10 +282,9 @@ the new text
 [[ ## completed ## ]]"""
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-async def test_verdicts_in_plain_lines_are_read_as_a_small_model_writes_them(asynchronous: bool) -> None:
+async def test_verdicts_in_plain_lines_are_read_as_a_small_model_writes_them() -> None:
     script = Scripted(PLAIN_LINES)
-    answer = await integrated(script, [child(1), child(2), child(3)], asynchronous)
+    answer = await integrated(script, [child(1), child(2), child(3)])
     assert answer.texts == {"p": "the new text"}
     assert [(verdict.child, verdict.verdict) for verdict in answer.verdicts] == [(1, "orthogonal"), (2, "subsumed")]
     assert len(script.prompts) == 1
@@ -305,7 +294,6 @@ FIELD, DONE = "[[ ## new_text ## ]]\nthe new text", "[[ ## completed ## ]]"
 ONE = '{"child": 1, "verdict": "orthogonal", "reason": "r"}'
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(
     ("text", "judged"),
     [
@@ -329,9 +317,9 @@ ONE = '{"child": 1, "verdict": "orthogonal", "reason": "r"}'
         ("<new_text>\nthe new text\n</new_text>", []),
     ],
 )
-async def test_a_good_text_is_used_whatever_the_verdicts(text: str, judged: list[int], asynchronous: bool) -> None:
+async def test_a_good_text_is_used_whatever_the_verdicts(text: str, judged: list[int]) -> None:
     script = Scripted(text)
-    answer = await integrated(script, [child(1), child(2)], asynchronous)
+    answer = await integrated(script, [child(1), child(2)])
     assert (answer.texts, answer.failed) == ({"p": "the new text"}, {})
     assert [verdict.child for verdict in answer.verdicts] == judged
     assert len(script.prompts) == 1
