@@ -351,6 +351,10 @@ class Credit:
         """Compare later heads with this one, which a step begins to validate."""
         self._tried[step] = head.changes
 
+    def set_parent(self, index: int) -> None:
+        """Name the best validated head, at ``index`` in gepa's pool."""
+        self.parent = index
+
     def cancel_validation(self, step: int) -> bool:
         """Compare later heads with the last of the others: the head of a step was not validated after all.
 

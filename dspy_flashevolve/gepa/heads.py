@@ -498,7 +498,7 @@ class Heads:
                 self._improved_at = self._run.budget.spent, self._validation_calls
             if credit.is_made_of_changes(texts):
                 if commit.score >= best:
-                    credit.parent = commit.candidate
+                    credit.set_parent(commit.candidate)
                 continue
             gain, is_clean = max(0.0, credit.head().gain), commit.candidate in clean
             if commit.score >= best + LEAST_KEPT * gain if is_clean else commit.score > best + gain:

@@ -133,7 +133,7 @@ class RolloutAnswer:
     Args:
         attempt: the rollout; None where there is none.
         error: what was raised; None also where it was cancelled.
-        is_refused: a provider asked for fewer requests, or did not answer in time, which the limit of its endpoint follows.
+        is_refused: a provider asked for fewer requests, or gave no answer in time, which its endpoint's limit follows.
         metric_began: its call counts.
         used: what LMs used, as a UsageTracker has it.
         is_lost: its actor is lost.
