@@ -8,7 +8,6 @@ import dspy
 import pytest
 
 from dspy_flashevolve import AsyncGEPA, DataError, RunAbortedError
-from dspy_flashevolve.programs.usage import rates_of
 from tests.contract.surface import TRAIN, VAL, optimizer, priced, raising
 from tests.fakes import Chain, digits, examples, fake_lm, reflection_lm, reply_for, task_lm
 
@@ -105,13 +104,3 @@ def test_a_reflection_that_cannot_be_read_is_paid_for_and_counts() -> None:
     gibberish = fake_lm(lambda prompt: reply_for(prompt, nothing="of use"))
     with dspy.context(lm=task_lm()):
         assert estimated(reflection_lm=gibberish).reflection.calls >= 1
-
-
-def test_a_fine_tuned_model_has_the_price_that_litellm_finds_for_it() -> None:
-    import litellm
-
-    name = "openai/ft:gpt-4o-mini-2024-07-18:org::id"
-    expected = litellm.cost_per_token(name, prompt_tokens=1_000_000, completion_tokens=1_000_000)
-    rates_of.cache_clear()
-    assert rates_of(name) == pytest.approx((expected[0] / 1e6, expected[1] / 1e6))
-    assert rates_of("nobody/knows-this-model") is None

@@ -19,6 +19,7 @@ from dspy_flashevolve.programs.building import StudentAdapter
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.placement import answers_asynchronously, runs_on_loop
 from dspy_flashevolve.programs.program import ProgramRunner
+from dspy_flashevolve.programs.usage import rates_of
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, task_lm
 
 # Loop or thread
@@ -150,3 +151,13 @@ def test_predictions_carry_their_usage_where_the_user_asked_for_it() -> None:
     with dspy.context(track_usage=True):
         (rollout,) = roll_out(adapter_for(Chain(), digits), digits, examples("q", 1), True)
     assert rollout.output.get_lm_usage()["fake/model"]["total_tokens"] == 7
+
+
+def test_a_fine_tuned_model_has_the_price_that_litellm_finds_for_it() -> None:
+    import litellm
+
+    name = "openai/ft:gpt-4o-mini-2024-07-18:org::id"
+    expected = litellm.cost_per_token(name, prompt_tokens=1_000_000, completion_tokens=1_000_000)
+    rates_of.cache_clear()
+    assert rates_of(name) == pytest.approx((expected[0] / 1e6, expected[1] / 1e6))
+    assert rates_of("nobody/knows-this-model") is None
