@@ -29,14 +29,6 @@ class ProgramRules(HouseRules):
     predictors: int = 1
     decides: str = "each"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.predictors not in (1, 2, 3) or self.decides not in DECIDES:
-            raise ValueError(
-                f"expected predictors=1, 2 or 3 and decides one of {', '.join(DECIDES)}, got {self.predictors!r} and "
-                f"{self.decides!r}"
-            )
-
     @property
     def _deciding(self) -> str | None:
         """The one output that counts; None where each does."""
@@ -89,6 +81,13 @@ class TaskKind:
     crowding: float = 0.0
     predictors: int = 1
     decides: str = "each"
+
+    def __post_init__(self) -> None:
+        if self.predictors not in (1, 2, 3) or self.decides not in DECIDES:
+            raise ValueError(
+                f"expected predictors=1, 2 or 3 and decides one of {', '.join(DECIDES)}, got {self.predictors!r} and "
+                f"{self.decides!r}"
+            )
 
     def task(self, seed: int, model: str = DEFAULT_MODEL) -> HouseRules:
         """The task of that seed, for the simulated model of that name."""

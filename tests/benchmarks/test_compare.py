@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import dspy
 import pytest
 
 from benchmarks import compare
@@ -16,6 +17,7 @@ from benchmarks.tasks import TASKS, task_kind
 from benchmarks.trajectory import Point, Trajectory
 from benchmarks.virtual import Setting, VirtualRun, run_virtually
 from dspy_flashevolve import Guarded
+from dspy_flashevolve.sim.task import OUTPUTS
 
 SMALL = Setting(train=12, val=12)
 
@@ -42,9 +44,29 @@ def test_a_task_is_a_kind_with_changes() -> None:
     changed = task_kind("few:rules=30,crowding=0.5")
     assert (changed.rules, changed.rules_per_example, changed.crowding) == (30, 6, 0.5)
     assert changed.task(3).reply_model.crowding == 0.5
-    for wrong in ("none", "few:rules", "few:colour=3", "few:rules=many"):
+    for wrong in ("none", "few:rules", "few:colour=3", "few:rules=many", "few:predictors=4", "few:decides=none"):
         with pytest.raises(ValueError, match="unknown task"):
             task_kind(wrong)
+
+
+@pytest.mark.parametrize(("decides", "name"), [("first", "outline"), ("last", "answer")])
+def test_where_one_predictor_decides_only_its_rules_count_and_all_get_the_same_feedback(
+    decides: str, name: str
+) -> None:
+    task = task_kind(f"few:predictors=3,decides={decides}").task(0)
+    texts = {output: predictor.signature.instructions for output, predictor in task.program().named_predictors()}
+    rules = "\n".join(map(str, task.all_rules()))
+    seed = task.true_score([texts[output] for output in OUTPUTS])
+    for output in OUTPUTS:
+        changed = [texts[each] + rules * (each == output) for each in OUTPUTS]
+        assert (task.true_score(changed) > seed) == (output == name)
+    example = task.trainset(1)[0]
+    words = " ".join(rule.word for rule in example.required)
+    for output in OUTPUTS:
+        pred = dspy.Prediction(**{each: words * (each == output) for each in OUTPUTS})
+        judged = [task.metric(example, pred, pred_name=predictor) for predictor in (None, *OUTPUTS)]
+        assert {one.score for one in judged} == {float(output == name)}
+        assert len({one.feedback for one in judged}) == 1
 
 
 @pytest.mark.parametrize("arguments", [["--methods", "magic"], ["--tasks", "none"], ["--model", "kind"]])
