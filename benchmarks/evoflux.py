@@ -39,7 +39,7 @@ from benchmarks.backends import NO_KEY
 from benchmarks.results import RESULTS, append_json_lines, table
 from benchmarks.tool_tasks.servers import ServerTask, server_tasks
 from benchmarks.tool_tasks.tasks import ToolTask, tasks
-from dspy_flashevolve.engine.rollouts import gather
+from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.evoflux import Evoflux, ToolSpec, Workflow
 from dspy_flashevolve.evoflux.plans import as_python, read_plan
 from dspy_flashevolve.evoflux.schemas import properties_of

@@ -22,7 +22,7 @@ from dspy_flashevolve.ace.playbook import (
 )
 from dspy_flashevolve.ace.run import AceRun
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError, check_counts
-from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
+from dspy_flashevolve.engine.provider import OUTAGE_SECONDS
 from dspy_flashevolve.engine.run import Schedule
 from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.observe.statistics import AceStats

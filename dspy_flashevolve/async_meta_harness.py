@@ -12,7 +12,7 @@ from dspy.teleprompt.teleprompt import Teleprompter
 
 from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError, check_counts
 from dspy_flashevolve.engine.journal import FILE
-from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
+from dspy_flashevolve.engine.provider import OUTAGE_SECONDS
 from dspy_flashevolve.engine.run import Schedule
 from dspy_flashevolve.harness.archive import Cost, Evaluated, Failed, context_tokens
 from dspy_flashevolve.harness.evaluating import HarnessSettings, task_of, texts_of

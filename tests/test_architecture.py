@@ -60,7 +60,7 @@ ASSIGNED = {
     ("counters", "*"): "counters",
     ("stats", "*"): "how a question was answered, which its search, its executor and its module count together",
     ("error", "best_program"): "an error carries the best program to whoever catches it",
-    ("error", "ASKED"): "an error of a provider says how often it was asked",
+    ("error", "ATTEMPTS"): "an error of a provider says how often it was asked",
     ("Reading", "*"): "a class made of one of dspy's adapters, in the function that makes it",
     ("state", "*"): "gepa's state: its own engine changes it so",
     ("merge", "*"): "gepa's merge keeps its counts in attributes",

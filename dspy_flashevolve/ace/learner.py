@@ -12,7 +12,7 @@ from dspy.primitives.module import Module
 from dspy_flashevolve.ace.operations import Operation, parse_operations, parse_tags
 from dspy_flashevolve.ace.playbook import CountTokens, Playbook, Tag, attached, line_of
 from dspy_flashevolve.engine.journal import hash_of
-from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.requests import Rollout
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.observe.statistics import Problem

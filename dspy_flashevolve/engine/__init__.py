@@ -11,8 +11,8 @@ from dspy_flashevolve.engine.errors import (
     RunDirectoryError,
     TransientError,
 )
-from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.rollouts import Rollout, gather
+from dspy_flashevolve.engine.provider import RetryPolicy
+from dspy_flashevolve.engine.requests import Rollout, gather
 from dspy_flashevolve.engine.run import Observer
 from dspy_flashevolve.engine.staleness import Admit, Discard, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.engine.steps import Admission, End, EndKind, LiveSteps, Load, NothingToDoError, Step, StepEnded

@@ -49,14 +49,14 @@ class BudgetError(FlashEvolveError):
 
 class TransientError(FlashEvolveError):
     """A request failed in a way that a later one may not: a rate limit, a timeout, a 5xx; the fault may well be this
-    request's alone (``of_request``). ``asked`` is its :class:`~.retries.TrackedRequest` if it was made as often as
-    makes sense already."""
+    request's alone (``of_request``). ``attempts`` is its :class:`~.provider.Attempts` if it was made as
+    often as makes sense already."""
 
     def __init__(
-        self, message: str, retry_after_seconds: float | None = None, of_request: bool = False, asked: Any = None
+        self, message: str, retry_after_seconds: float | None = None, of_request: bool = False, attempts: Any = None
     ) -> None:
         super().__init__(message)
-        self.retry_after_seconds, self.of_request, self.asked = retry_after_seconds, of_request, asked
+        self.retry_after_seconds, self.of_request, self.attempts = retry_after_seconds, of_request, attempts
 
 
 class RolloutUnresolvedError(FlashEvolveError):

@@ -47,7 +47,7 @@ class AdaptiveLimit:
 
     Unlike a token bucket (:class:`~.rates.RateLimit`) it counts what is under way, and finds out by itself how much
     that may be. Unlike TCP it does not take a single refusal for a sign: the circuit breaker
-    (:class:`~.endpoints.CircuitBreaker`) says when refusals are the rule. It does not grow unless requests waited
+    (:class:`~.provider.CircuitBreaker`) says when refusals are the rule. It does not grow unless requests waited
     because of it since ``take_pressure`` was last called.
     """
 

@@ -3,7 +3,7 @@
 A token bucket for each unit, as the user gives its limit or as the provider reports it in the headers of its replies.
 Unlike an adaptive limit (``limits.py``) it counts what is sent a minute and not what is under way, and somebody has to
 say the limit: refusals alone teach it nothing. A provider that reports nothing is asked again request by request
-(``retries.py``).
+(``provider.py``).
 
 Headers come from outside: what is not exactly as expected is left out, for no limit is better than a wrong one.
 """
@@ -29,9 +29,6 @@ nothing was refused. At 1 a provider and this clock that disagree by a percent e
 CREDIT_SECONDS = 0.5
 """Time of unused limit that may be made up for at once, since timers wake late. It adds under one percent to a minute;
 without it a busy loop loses what it slept too long."""
-AHEAD_SECONDS = 0.5
-"""Requests get a slot so long before they may go, since their programs take time until they ask. Half of it leaves the
-limit unused where programs are slow to start, double holds slots that others could use."""
 REFUSAL_COST = 4.0
 """Requests that a refusal counts as: so of two runs that are both given the whole limit of their key one request in six
 is refused, where half of them would be. A fifth of refusals at random would take 45% of a limit."""
@@ -120,17 +117,15 @@ class _Bucket:
 
 
 class RateLimit:
-    """The limits of one model at one endpoint for one key. Used on the run's loop; ``on_change`` is called when the
-    number of waiting requests, or a limit, has changed."""
+    """The limits of one model at one server for one key. Used on the run's loop."""
 
-    def __init__(self, clock: Callable[[], float], on_change: Callable[[], None] = lambda: None) -> None:
-        self._clock, self._on_change = clock, on_change
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._buckets = {unit: _Bucket() for unit in UNITS}
         self._queue = anyio.Lock()
         self._mean_tokens: dict[str, float] = {}
         """Stage -> the mean cost of its requests."""
-        self.waiting = 0
-        """Requests that wait here until they may be sent."""
+        self._waiting = 0
 
     @property
     def is_known(self) -> bool:
@@ -143,47 +138,44 @@ class RateLimit:
         return {unit: bucket.limit for unit, bucket in self._buckets.items() if bucket.limit < math.inf}
 
     @property
-    def ahead(self) -> int:
-        """Requests that should wait here, or be on their way here, so that the limit is used up."""
-        now = self._clock()
-        seconds = max(self._buckets["requests"].pace(now), self._usual_tokens * self._buckets["tokens"].pace(now))
-        return 2 + math.ceil(AHEAD_SECONDS / seconds) if seconds > 0 else 2
+    def wait_seconds(self) -> float:
+        """How long a request that comes now is going to wait; 0 where no limit is known."""
+        now, costs = self._clock(), (1.0, self._usual_tokens)
+        waits = [
+            bucket.paid_seconds - now + self._waiting * cost * bucket.pace(now)
+            for bucket, cost in zip(self._buckets.values(), costs, strict=True)
+            if bucket.limit < math.inf
+        ]
+        return max(0.0, *waits) if waits else 0.0
 
     def add_user_limits(self, limits: Mapping[Unit, float]) -> None:
         """Take limits a minute from the user; the provider may report lower ones."""
         for unit, limit in limits.items():
             self._buckets[unit].user_limit = min(self._buckets[unit].user_limit, limit)
-        if limits:
-            self._on_change()
 
     def record_reported_limits(self, reports: Mapping[Unit, ReportedLimit]) -> None:
         """Take the limits that the provider reports with a reply."""
         for unit, report in reports.items():
             self._buckets[unit].record_report(report, self._clock())
-        if reports:
-            self._on_change()
 
     def record_refusal(self, retry_after_seconds: float | None) -> None:
         """Record a refusal. Only where the reports say that nothing is left do all requests wait for the time that it
         names: else it may be the one request's alone."""
         for bucket, cost in zip(self._buckets.values(), (1.0, self._usual_tokens), strict=True):
             bucket.record_refusal(cost, self._clock(), min(PERIOD_SECONDS, retry_after_seconds or 0.0))
-        self._on_change()
 
     async def admit(self, tokens: float, sleep: Callable[[float], Awaitable[None]]) -> None:
         """Wait until a request that is expected to cost so many tokens may be sent, in the order in which they come.
         Where ``sleep`` returns early it is sent all the same."""
         if not self.is_known:
             return
-        self.waiting += 1
-        self._on_change()
+        self._waiting += 1
         try:
             async with self._queue:
                 if (wait := self._pay({"requests": 1.0, "tokens": tokens})) > 0:
                     await sleep(wait)
         finally:
-            self.waiting -= 1
-            self._on_change()
+            self._waiting -= 1
 
     @property
     def _usual_tokens(self) -> float:

@@ -19,7 +19,6 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import anyio
 
-from dspy_flashevolve.engine.endpoints import Endpoints, groups_of
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, check_counts, check_limits
 from dspy_flashevolve.engine.events import (
     Committed,
@@ -32,9 +31,9 @@ from dspy_flashevolve.engine.events import (
 from dspy_flashevolve.engine.journal import IN_FLIGHT, RunJournal, Unfinished
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import LoopClock, Threads, collecting_errors, run_to_end
+from dspy_flashevolve.engine.provider import OUTAGE_SECONDS, Providers, RetryPolicy, queues_of
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
-from dspy_flashevolve.engine.retries import OUTAGE_SECONDS, RetryPolicy
-from dspy_flashevolve.engine.rollouts import Rollouts
+from dspy_flashevolve.engine.requests import Requests
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit
 from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.engine.steps import (
@@ -183,23 +182,23 @@ class EvolutionRun:
         self.bus = EventBus() if journal is None else EventBus([journal])
         asked = {stage: list(names) for stage, names in stages.items()}
         self.scheduler = Scheduler(
-            slots, list(asked), groups_of(asked), self.clock, on_idle=self._slot_is_idle, on_visit=self._visited
+            slots, list(asked), queues_of(asked), self.clock, on_idle=self._slot_is_idle, on_visit=self._visited
         )
         if journal is not None:
             journal.journal.keep_current(IN_FLIGHT, self._in_flight)
         rng = random.Random(limits.seed)
         retry = replace(retry or RetryPolicy(), outage_seconds=limits.max_outage_seconds)
-        self.endpoints = Endpoints(
+        self.providers = Providers(
             asked, adaptive, self.scheduler, self.bus, self.clock, retry, rng,
             lambda reason: self.stop(reason, "failed"),
         )  # fmt: skip
-        self.rollouts = Rollouts(
+        self.requests = Requests(
             self.scheduler,
             self.bus,
-            self.endpoints,
+            self.providers,
             single_flight=not self.lockstep,
             timeout_seconds=limits.rollout_timeout_seconds,
-            journal=journal,
+            store=journal,
         )
         self.budget = Budget(limits.max_metric_calls, spent=0 if journal is None else journal.spent)
         self.threads = Threads(slots + SPARE_THREADS, "work")
@@ -257,7 +256,7 @@ class EvolutionRun:
             return
         self.stop_reason, self._ends = reason, outcome
         if outcome != "finished":
-            self.endpoints.hurry()
+            self.providers.hurry()
             logger.warning(
                 "%s: %s. Steps that run are finished, no further one starts%s.",
                 self.name,
@@ -386,7 +385,7 @@ class EvolutionRun:
         """How many of some steps, or those whose end they wait for, wait for a provider that answers others: work goes
         on around them."""
         numbers = [step.number if step.blocked_by is None else step.blocked_by for step in steps]
-        return min(MAX_RESTING, sum(map(self.rollouts.is_waiting, numbers)))
+        return min(MAX_RESTING, sum(map(self.requests.is_waiting, numbers)))
 
     def load(self) -> Load:
         """What admission looks at."""
@@ -598,7 +597,7 @@ class EvolutionRun:
         while self._next < least or any(not step.has_begun for step in self._live.values() if step.number < least):
             await self.wait_for_change()
         self.stop(f"max_seconds={most:g} is over", "finished")
-        self.endpoints.hurry()
+        self.providers.hurry()
 
     def _seed(self, seed: int | None) -> int:
         """The seed of the steps' randomness: the same in every session of a run."""

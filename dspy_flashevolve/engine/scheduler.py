@@ -144,7 +144,6 @@ class Slot:
         self._left_seconds = math.inf
         self._taken_seconds = 0.0
         self.is_held = False
-        self._is_arriving = False
         self.time_scope: anyio.CancelScope | None = None
         """Ends the work in the slot at its deadline, which moves on during a pause. None where nothing does."""
         self.shield_scope: anyio.CancelScope | None = None
@@ -159,16 +158,10 @@ class Slot:
             if self.is_held or self._is_closed:
                 return
             await self._scheduler.enter(self._line, followers)
-            self.is_held = self._is_arriving = True
+            self.is_held = True
             self._taken_seconds = self._scheduler.clock()
             if self._is_closed:  # the holder was cancelled while the slot was awaited for it
                 self._give_back()
-
-    def mark_arrived(self) -> None:
-        """Record that the request in it is about to be sent, or waits for a limit of its endpoint."""
-        if self._is_arriving:
-            self._is_arriving = False
-            self._scheduler.arrive(self._line)
 
     @asynccontextmanager
     async def released(self, keep: bool = False, is_retry: bool = True) -> AsyncGenerator[None, None]:
@@ -219,7 +212,6 @@ class Slot:
 
     def _give_back(self) -> None:
         if self.is_held:
-            self.mark_arrived()
             self.is_held = False
             self._scheduler.leave(self._line, self._taken_seconds)
 
@@ -280,24 +272,17 @@ class _Stage:
 
 @dataclass(slots=True)
 class _Endpoint:
-    """The requests of one endpoint, or of a group that shares slots: at most ``limit``, of which at most ``room`` may
-    be on their way to it, since its limit a minute holds them up there. ``lines`` are those that wait, with their
+    """The requests of one queue of servers: at most ``limit`` in slots; ``lines`` are those that wait, with their
     priorities."""
 
     limit: int | None = None
-    room: int | None = None
     busy: int = 0
-    arriving: int = 0
     was_full: bool = False
     lines: dict[_Line, Priority] = field(default_factory=dict["_Line", Priority])
 
     @property
     def is_full(self) -> bool:
         return self.limit is not None and self.busy >= self.limit
-
-    @property
-    def is_closed(self) -> bool:
-        return self.is_full or (self.room is not None and self.arriving >= self.room)
 
 
 @dataclass(slots=True, eq=False)
@@ -362,7 +347,6 @@ class Scheduler:
         """Number of free slots, at the endpoint that has the fewest."""
         endpoints = self._endpoints.values()
         free = [endpoint.limit - endpoint.busy for endpoint in endpoints if endpoint.limit is not None]
-        free += [0 for endpoint in endpoints if endpoint.is_closed]
         return max(0, min([self._limit - self._busy, *free]))
 
     async def run(
@@ -398,17 +382,6 @@ class Scheduler:
         self._count_slots()
         self._endpoint(endpoint).limit = _checked(limit)
         self._hand_on()
-
-    def set_room(self, room: int | None, endpoint: str) -> None:
-        """Let at most ``room`` requests be on their way to an endpoint; None for any number.
-
-        An endpoint takes so many requests a minute: what cannot be sent yet waits in its queue, in the run's order.
-        """
-        asked = self._endpoint(endpoint)
-        has_grown = asked.room is not None and (room is None or room > asked.room)
-        asked.room = room
-        if has_grown:
-            self._hand_on()
 
     def set_shares(self, shares: Mapping[str, int]) -> None:
         """Bound the slots of stages from now on: stage -> slots."""
@@ -448,7 +421,7 @@ class Scheduler:
         if not line.held and not line.waiting:  # its last request may have left while this one waited for nothing
             self._lines[stage.name, line.step.number] = line
         line.followers = followers
-        if self._busy < self._limit and not endpoint.is_closed and not stage.is_full:
+        if self._busy < self._limit and not endpoint.is_full and not stage.is_full:
             self._grant(line)  # nobody waits for a free slot: it would have been handed on at once
             return
         endpoint.was_full = endpoint.was_full or endpoint.is_full
@@ -460,7 +433,6 @@ class Scheduler:
             await future
         except BaseException:
             if future.done() and not future.cancelled():  # the slot came together with the cancellation
-                endpoint.arriving -= 1
                 self.leave(line, self.clock())
             elif future in line.waiting:
                 line.waiting.remove(future)
@@ -482,15 +454,6 @@ class Scheduler:
         self._busy += 1
         self._peak = max(self._peak, self._busy)
         stage.endpoint.busy += 1
-        stage.endpoint.arriving += 1
-
-    def arrive(self, line: _Line) -> None:
-        """Count a slot as one whose request has reached its endpoint."""
-        endpoint = line.stage.endpoint
-        was_closed = endpoint.is_closed
-        endpoint.arriving -= 1
-        if was_closed:
-            self._hand_on()
 
     def leave(self, line: _Line, since: float) -> None:
         """Take back a slot that a request of the line has held since then."""
@@ -545,7 +508,7 @@ class Scheduler:
         waiting = [
             (key, line)
             for endpoint in self._endpoints.values()
-            if not endpoint.is_closed
+            if not endpoint.is_full
             for line, key in endpoint.lines.items()
             if not line.stage.is_full
         ]

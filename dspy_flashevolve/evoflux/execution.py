@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol, cast
 import anyio
 
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.rollouts import gather
+from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.evoflux.schemas import Path, Schema, TooMuchWorkError, faults_of, field_schema, types_of
 from dspy_flashevolve.evoflux.tools import ToolSpec, as_json

@@ -34,7 +34,7 @@ from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import ConfigurationError, check_counts, check_limits
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.rollouts import gather
+from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot, in_slot
 from dspy_flashevolve.evoflux.execution import EvofluxStats, Execution, Executor, World
 from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan

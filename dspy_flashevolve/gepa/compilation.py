@@ -519,7 +519,7 @@ def estimate(
             rollouts = await run.evaluate("rollout", step, program, texts, examples, split="train", traced=True)
         used.append(usage)
         components = list(texts)[:1]
-        ask = partial(run.rollouts.request, "propose", step)
+        ask = partial(run.requests.ask, "propose", step)
         with track_usage() as usage:
             dataset = await program.reflection.dataset(texts, as_batch(rollouts), components, step.rng, ask)
             try:

@@ -18,7 +18,7 @@ from gepa.strategies.proposal_selection import AllImprovements, BestImprovement,
 
 from dspy_flashevolve.engine.errors import NoLongerWantedError, RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.journal import BEFORE_STEPS, hash_of, id_text
-from dspy_flashevolve.engine.rollouts import OnGranted, Rollout, RolloutKey, batch, gather
+from dspy_flashevolve.engine.requests import OnGranted, Rollout, RolloutCall, RolloutKey, batch, gather
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, step_rng
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.heads import CONSOLIDATION, is_surely_better
@@ -255,12 +255,14 @@ class Evaluations:
                 record = ProgramRecord(program.records, candidate, examples[index], traced and keeps_trace, needs_trace)
             key = RolloutKey(name, split, ids[index], traced)
             behind = len(ids) - index - 1
-            rollout = await run.rollouts.rollout(
-                key, stage, step, step.reservation, call, record, followers=behind, on_granted=granted,
+            rollout_call = RolloutCall(
+                key=key, stage=stage, step=step, reservation=step.reservation, make=call, written=record,
                 make_failure=lambda reason: program.failed_rollout(reason, traced),
+                followers=behind, on_granted=granted,
             )  # fmt: skip
+            rollout = await run.requests.answer(rollout_call)
             self.record_score(rollout.score)
-            if not run.rollouts.is_unanswered(key):
+            if not run.requests.is_unanswered(key):
                 self._on_score(name, split, id_text(ids[index]), rollout.score)
             left -= 1
             if watch is not None and not watch(index, rollout) and left:

@@ -22,7 +22,7 @@ from dspy.utils.exceptions import AdapterParseError
 from pydantic import ValidationError
 
 from dspy_flashevolve.engine.errors import FlashEvolveError
-from dspy_flashevolve.engine.rollouts import RequestCost, gather
+from dspy_flashevolve.engine.requests import Call, RequestCost, gather
 from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.changes import Edit, EditedText
@@ -153,7 +153,7 @@ class Proposing:
         self._tell_unread(step, unread, components)
         try:
             # Feedback comes from the metric, which may ask an LM: it takes a slot.
-            ask = partial(self._run.rollouts.request, "propose", step)
+            ask = partial(self._run.requests.ask, "propose", step)
             dataset = await reflection.dataset(task.parent_candidate, evaluation, components, rng, ask)
         except FlashEvolveError:
             raise
@@ -193,14 +193,16 @@ class Proposing:
             self._check()
             self._calls.reflections += not task.is_paid
             try:
-                reflection = await self._run.rollouts.request(
-                    "propose",
-                    step,
-                    lambda: self._program.reflection.propose(
-                        parent_texts, task.dataset, task.components, shrinks=not self._run.lockstep
-                    ),
-                    lambda reflection: RequestCost(reflection.tokens, reflection.cost_dollars),
-                    record,
+                reflection = await self._run.requests.answer(
+                    Call(
+                        stage="propose",
+                        step=step,
+                        make=lambda: self._program.reflection.propose(
+                            parent_texts, task.dataset, task.components, shrinks=not self._run.lockstep
+                        ),
+                        cost_of=lambda reflection: RequestCost(reflection.tokens, reflection.cost_dollars),
+                        record=record,
+                    )
                 )
             except FlashEvolveError:
                 raise

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Integrated
-from dspy_flashevolve.engine.rollouts import gather
+from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.staleness import Discard, PastCommit, StaleChild, Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named

@@ -10,7 +10,7 @@ from dspy.primitives import Module
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 
 from dspy_flashevolve.engine.errors import ConfigurationError, check_counts, check_limits
-from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
+from dspy_flashevolve.engine.provider import OUTAGE_SECONDS
 from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.programs.settings import RunSettings
 

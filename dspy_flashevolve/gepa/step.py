@@ -22,7 +22,7 @@ from dspy.primitives import Module
 from dspy_flashevolve.engine.errors import ConfigurationError, NoLongerWantedError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import SeedValidated
 from dspy_flashevolve.engine.journal import BEFORE_STEPS, hash_of, id_text, reporting_damage
-from dspy_flashevolve.engine.rollouts import gather
+from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look, Place, StalenessPolicy, Texts
 from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.gepa import resume
@@ -572,4 +572,4 @@ class GepaLoop:
         """Find training examples that get no answer for a candidate; none in lockstep, as in dspy.GEPA."""
         if self._run.lockstep:
             return set()
-        return self._run.rollouts.unanswered_examples(hash_of(candidate), self._evaluations.train_split)
+        return self._run.requests.unanswered_examples(hash_of(candidate), self._evaluations.train_split)

@@ -16,7 +16,7 @@ from dspy.primitives import Example, Module
 
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.journal import hash_of
-from dspy_flashevolve.engine.rollouts import OnGranted, RequestCost, Rollout, RolloutKey, batch
+from dspy_flashevolve.engine.requests import Call, OnGranted, RequestCost, Rollout, RolloutCall, RolloutKey, batch
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.harness.archive import TRIAL, Checked, Cost, Draft, DraftError, Evaluated, Failed, Trial, draft_of
@@ -330,7 +330,9 @@ class Evaluations:
             lessons = [_lesson(trial) for trial in await self._trials(step, draft, "lesson", batch_numbers, memory)]
             record = ReplyText(f"learn {batch_numbers} {hash_of(texts_of(draft, memory))}")
             learn = partial(self._learn_batch, draft, memory, lessons)
-            asked = await self._run.rollouts.request("evaluate", step, learn, lambda reply: reply.spent, record)
+            asked = await self._run.requests.answer(
+                Call(stage="evaluate", step=step, make=learn, cost_of=lambda reply: reply.spent, record=record)
+            )
             assert asked.answer is not None
             memory, failure = asked.answer
             if failure is not None:
@@ -358,16 +360,17 @@ class Evaluations:
 
         async def run_example(index: int, granted: OnGranted) -> Trial:
             number = order[index]
-            rollout = await self._run.rollouts.rollout(
-                RolloutKey(candidate, split, number, traced),
-                "check" if split == "train" else "evaluate",
-                step,
-                step.reservation,
-                lambda: self._predict(draft, split, number, memory),
-                TrialRecord(),
+            call = RolloutCall(
+                key=RolloutKey(candidate, split, number, traced),
+                stage="check" if split == "train" else "evaluate",
+                step=step,
+                reservation=step.reservation,
+                make=lambda: self._predict(draft, split, number, memory),
+                written=TrialRecord(),
                 followers=len(order) - index - 1,
                 on_granted=granted,
             )
+            rollout = await self._run.requests.answer(call)
             trial: Trial = rollout.trajectory
             failure = trial.outcome.failure
             if failure is not None and failure.is_grave and split != "train":

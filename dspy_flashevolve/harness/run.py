@@ -25,7 +25,7 @@ from dspy_flashevolve.engine.errors import (
 )  # fmt: skip
 from dspy_flashevolve.engine.journal import reporting_damage
 from dspy_flashevolve.engine.redaction import REDACTED
-from dspy_flashevolve.engine.rollouts import gather
+from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in, sources_in

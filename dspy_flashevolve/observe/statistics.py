@@ -374,10 +374,10 @@ class Recorder:
             occupancy=slots.busy_seconds / slots.limit_seconds if slots.limit_seconds else 0.0,
             busy_seconds_by_stage={name: stage.served_seconds for name, stage in slots.stages.items()},
             gaps={place: dict(sorted(counts.items())) for place, counts in list(run.gaps.items())},
-            shared_rollouts=run.rollouts.joined,
-            retried_requests=run.endpoints.retries.count,
+            shared_rollouts=run.requests.joined,
+            retried_requests=run.providers.retried,
             unanswered_examples=self.unanswered_examples,
-            timed_out_rollouts=run.rollouts.timed_out,
+            timed_out_rollouts=run.requests.timed_out,
             requests_by_stage=dict(self.requests),
             tokens_by_stage=dict(self.tokens),
             # Where one stage has no price the sum of the others would be taken for the whole: it is unknown.

@@ -60,8 +60,8 @@ from dspy.utils.exceptions import (
 
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 
-ASKED = "flashevolve_asked"
-"""Attribute of an error: the request, where it was made as often as makes sense, and is not to be made again."""
+ATTEMPTS = "flashevolve_attempts"
+"""Attribute of an error: the :class:`Attempts` of its request, where that is not to be made again."""
 RECORDED_BY = "flashevolve_recorder"
 """The setting of dspy's with the :class:`LmCalls` that record the calls of paced LMs: it reaches the threads that dspy
 starts."""
@@ -301,8 +301,8 @@ def raise_provider_fault(
         return
     message = str(culprit) or type(culprit).__name__
     if kind is Fault.LATER:
-        asked = getattr(culprit, ASKED, None)
-        raise TransientError(message, retry_after_of(culprit), is_of_request(culprit), asked) from error
+        attempts = getattr(culprit, ATTEMPTS, None)
+        raise TransientError(message, retry_after_of(culprit), is_of_request(culprit), attempts) from error
     if isinstance(culprit, LMUnsupportedModelError) or _status_of(culprit) == 404 or NO_PROVIDER in message:
         raise RunAbortedError(
             f"The LM provider does not have what was asked for: {message}. Check the model's name and the address "

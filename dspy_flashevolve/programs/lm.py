@@ -17,7 +17,7 @@ import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import dspy
@@ -26,15 +26,14 @@ from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import LMTimeoutError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
-from dspy_flashevolve.engine.endpoints import Endpoint, Endpoints
 from dspy_flashevolve.engine.loop import LoopPortal
+from dspy_flashevolve.engine.provider import Attempts, Failure, Providers
 from dspy_flashevolve.engine.rates import RateLimit, limits_in_headers
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by
-from dspy_flashevolve.engine.retries import Responder, TrackedRequest
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.faults import (
-    ASKED,
+    ATTEMPTS,
     DSPYS_ACALL,
     DSPYS_CALL,
     HollowReplyError,
@@ -190,7 +189,7 @@ class LanguageModels:
     """Calls the LMs of one run.
 
     Args:
-        endpoints: of the run; get the signals.
+        providers: of the run; hear what becomes of each request.
         redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
         once: each request is made once: whoever asked for the rollout asks again.
         count: takes what calls have used that were made in threads which know no run, of LMs that this run paces; None
@@ -199,12 +198,12 @@ class LanguageModels:
 
     def __init__(
         self,
-        endpoints: Endpoints,
+        providers: Providers,
         redaction: Redaction | None = None,
         once: bool = False,
         count: CountLate | None = None,
     ) -> None:
-        self.endpoints, self.redaction = endpoints, redaction or Redaction()
+        self.providers, self.redaction = providers, redaction or Redaction()
         self.once, self.count = once, count
         self.portal: LoopPortal | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
@@ -265,30 +264,22 @@ class LanguageModels:
         return program
 
 
-class _Target(NamedTuple):
-    """Where an LM's requests may go."""
-
-    endpoint: Endpoint
-    rate: RateLimit
-    arguments: dict[str, Any]
-
-
 class Pace:
     """Makes the requests of one LM."""
 
     def __init__(self, models: LanguageModels, original: Any) -> None:
         self.models, self.original = models, original
-        of, name = models.endpoints, endpoint_of(original)
-        self.servers = of.servers(name) if isinstance(original, BalancedLM) else None
-        self.responder: Responder = self.servers or of.endpoint(name)
+        self.provider = models.providers.provider(endpoint_of(original))
         options: dict[str, Any] = getattr(original, "kwargs", None) or {}
         deployments = original.deployments if isinstance(original, BalancedLM) else [{}]
-        endpoints = self.servers.members if self.servers is not None else [of.endpoint(name)]
-        self.targets: dict[str, _Target] = {}
-        """Endpoint -> how it is asked."""
-        for endpoint, deployment in zip(endpoints, deployments, strict=True):
-            rate = of.rate_limit(endpoint.name, account_of(original, endpoint.name, deployment.get("api_key")))
-            self.targets[endpoint.name] = _Target(endpoint, rate, arguments_for(deployment))
+        self.rates: dict[str, RateLimit] = {}
+        """Server -> its limits a minute for the LM's account there."""
+        self.arguments: dict[str, dict[str, Any]] = {}
+        """Server -> how it is asked."""
+        for server, deployment in zip(self.provider.servers, deployments, strict=True):
+            account = account_of(original, server.name, deployment.get("api_key"))
+            self.rates[server.name] = rate = models.providers.rate_limit(account)
+            self.arguments[server.name] = arguments_for(deployment)
             limits = limits_in_options({**options, **deployment})
             if models.portal is not None and models.portal.may_block():  # a copy that a program made in a thread
                 models.portal.call_soon(rate.add_user_limits, limits)
@@ -312,8 +303,8 @@ class Pace:
             if portal is not None and portal.is_on_loop():
                 self.models.warn_of_blocking()
             with self._without_secrets():
-                return self.models.redaction.redact_known(make(lm, **self.first_target.arguments))
-        request = _Request(self, slot, keeps=True)
+                return self.models.redaction.redact_known(make(lm, **self.arguments[self.provider.servers[0].name]))
+        request = _Request(self, slot, keeps_slot=True)
         while not _is_given_up(slot):
             try:
                 if not request.may_go_at_once(portal.loop.time()):
@@ -342,7 +333,7 @@ class Pace:
         loop, portal = asyncio.get_running_loop(), self.models.portal
         if portal is None or portal.loop is not loop:
             with self._without_secrets():
-                called = make(lm, **self.first_target.arguments)
+                called = make(lm, **self.arguments[self.provider.servers[0].name])
                 return self.models.redaction.redact_known(await (called if portal is None else self._in_time(called)))
         request = _Request(self, current_slot())
         while True:
@@ -362,9 +353,9 @@ class Pace:
                 request.leave()
 
     @property
-    def first_target(self) -> _Target:
-        """The target of requests that are not paced, or have no other."""
-        return next(iter(self.targets.values()))
+    def most_attempts(self) -> int:
+        """Attempts of a request that count: the LM's own and the run's."""
+        return self.original.num_retries + self.models.providers.policy.attempts
 
     @contextmanager
     def _without_secrets(self) -> Generator[None, None, None]:
@@ -380,55 +371,33 @@ class Pace:
         raise LMTimeoutError(f"no answer within {self.seconds:g} seconds")
 
 
-class _Request:
-    """One request, from its choice of a target to its answer, as often as it is sent.
+class _Request(Attempts):
+    """An LM call, as often as it is made. It is used on the run's loop, but for what a thread may do by itself."""
 
-    It is used on the run's loop, but for what a thread may do by itself.
-    """
-
-    def __init__(self, pace: Pace, slot: Slot | None, keeps: bool = False) -> None:
-        self._pace, self._slot, self._keeps = pace, slot, keeps
-        self._target, self._tracked = pace.first_target, TrackedRequest()
-        self._stage = "" if slot is None else slot.step_and_stage[1]
-        self._tokens = 0.0
+    def __init__(self, pace: Pace, slot: Slot | None, keeps_slot: bool = False) -> None:
+        stage, most = "" if slot is None else slot.step_and_stage[1], pace.most_attempts
+        super().__init__(pace.provider, slot, keeps_slot, pace.rates, stage, most=most)
+        self._pace = pace
         self._cache_arguments: dict[str, Any] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments beside the call's own: whom to ask, and past dspy's cache where that may keep a bad reply."""
-        return {**self._cache_arguments, **self._target.arguments}
-
-    def may_go_at_once(self, now: float) -> bool:
-        """Whether :meth:`begin` has nothing to choose or to wait for; a thread may ask."""
-        target = self._target
-        return self._pace.servers is None and target.endpoint.paused_until <= now and not target.rate.is_known
-
-    async def begin(self) -> None:
-        """Choose whom of several to ask, but not who has just turned it away, and wait until it may be sent."""
-        servers = self._pace.servers
-        if servers is not None:
-            refuser = self._target.endpoint if self._tracked.failures else None
-            self._target = self._pace.targets[servers.choose(self._tracked, self._is_full, refuser).name]
-        self._tokens = self._target.rate.expected_tokens(self._stage)
-        await self._target.endpoint.admit(self._slot, self._target.rate, self._tokens, self._keeps)
-
-    def _is_full(self, endpoint: Endpoint) -> bool:
-        rate = self._pace.targets[endpoint.name].rate
-        return rate.is_known and rate.waiting >= rate.ahead
+        return {**self._cache_arguments, **self._pace.arguments[self.server.name]}
 
     def send(self) -> None:
         """Record that it goes out now, and bound its time in a thread."""
-        self._target.endpoint.record_sent(self._tracked)
-        bound = _bound_of(self._slot) if self._keeps else None
+        super().send()
+        bound = _bound_of(self.slot) if self.keeps_slot else None
         if bound is not None:
             self._timer = asyncio.get_running_loop().call_later(self._pace.seconds + LATE_SECONDS, bound.cancel)
 
     def leave(self) -> None:
         """Record that it is not under way any more, whatever became of it."""
+        super().leave()
         if self._timer is not None:
             self._timer.cancel()
-        self._target.endpoint.leave(self._tracked)
 
     async def wait_to_retry(self, error: Exception) -> bool:
         """Record an error of the request, and wait until it is made again; False where it is not.
@@ -436,43 +405,30 @@ class _Request:
         What was streamed may have been seen, and is not asked for twice.
         """
         self.leave()
-        pace, sent, endpoint, rate = self._pace, self._tracked, self._target.endpoint, self._target.rate
-        pace.models.redaction.redact_errors(chain_of(error))
-        retries, retry_after = pace.models.endpoints.retries, retry_after_of(error)
-        rate.record_reported_limits(limits_in_headers(headers_of_error(error)))
-        if pace.models.once:
+        self._pace.models.redaction.redact_errors(chain_of(error))
+        if self.rate is not None:
+            self.rate.record_reported_limits(limits_in_headers(headers_of_error(error)))
+        if self._pace.models.once or not may_repeat(error):
             return False
-        is_temporary = may_repeat(error)
-        if is_temporary:
-            pace.responder.record_failure(sent, str(error) or type(error).__name__, is_of_request(error))
-        if is_refusal(error):
-            rate.record_refusal(retry_after)
-            endpoint.record_refusal(sent, retry_after)
-        elif is_timeout(error):
-            endpoint.record_refusal(sent, None, "timed out")
-        elif is_temporary:
-            endpoint.record_no_reply(sent)
-        if not is_temporary:
+        overload = "refused" if is_refusal(error) else "timed out" if is_timeout(error) else ""
+        reason = str(error) or type(error).__name__
+        self.most = 0 if dspy.settings.send_stream is not None else self.most
+        if not await self.try_again(Failure(reason, is_of_request(error), retry_after_of(error), overload)):
+            setattr(error, ATTEMPTS, self)
             return False
-        attempts = pace.original.num_retries + retries.policy.attempts
-        if dspy.settings.send_stream is not None or not pace.responder.may_retry(sent, attempts):
-            setattr(error, ASKED, sent)
-            return False
-        if pace.servers is None or not pace.servers.has_room:
-            await pace.responder.pause_before_retry(self._slot, sent, retry_after, self._keeps)
         self._cache_arguments = {"cache": False} if isinstance(error, HollowReplyError) else {}
         return True
 
     def record_answer(self, usage: UsageTracker, inspection: ReplyInspection, seconds: float) -> None:
         """Record its answer, which took so many seconds."""
-        written, total, rate = completion_tokens_of(usage.usage_data), tokens_of(usage), self._target.rate
+        written, rate = completion_tokens_of(usage.usage_data), self.rate
         if inspection.is_cached or not (written or seconds > CACHED_SECONDS):
-            rate.correct(-1.0, -self._tokens)
+            if rate is not None:
+                rate.correct(-1.0, -self.expected_tokens)
             return
-        self._target.endpoint.record_reply(self._tracked)
-        if total:
-            rate.record_cost(self._stage, total, self._tokens)
-        rate.record_reported_limits(limits_in_headers(inspection.headers))
+        self.answered(tokens_of(usage))
+        if rate is not None:
+            rate.record_reported_limits(limits_in_headers(inspection.headers))
 
 
 def _bound_of(slot: Slot | None) -> anyio.CancelScope | None:

@@ -34,7 +34,7 @@ from dspy.utils.exceptions import AdapterParseError
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.rollouts import record_metric_call
+from dspy_flashevolve.engine.requests import record_metric_call
 from dspy_flashevolve.engine.scheduler import shielded
 
 CALL_ARGUMENTS = slice(2, 5)

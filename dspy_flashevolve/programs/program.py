@@ -27,7 +27,7 @@ from dspy.utils.exceptions import AdapterParseError
 
 from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
-from dspy_flashevolve.engine.rollouts import Rollout, record_wasted_cost
+from dspy_flashevolve.engine.requests import Rollout, record_wasted_cost
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.building import PARSER_ERROR, TRIES, StudentAdapter
 from dspy_flashevolve.programs.faults import LmCalls, raise_provider_fault, recording_lm_calls

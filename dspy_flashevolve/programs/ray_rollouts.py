@@ -38,12 +38,11 @@ import cloudpickle
 import dspy
 from dspy.clients.cache import Cache
 
-from dspy_flashevolve.engine.endpoints import Endpoint
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, TransientError
 from dspy_flashevolve.engine.events import ActorLost
+from dspy_flashevolve.engine.provider import Attempts, Provider
 from dspy_flashevolve.engine.redaction import without_secrets
-from dspy_flashevolve.engine.retries import TrackedRequest
-from dspy_flashevolve.engine.rollouts import Rollout, record_metric_call, recording_rollout, retract_metric_call
+from dspy_flashevolve.engine.requests import Rollout, record_metric_call, recording_rollout, retract_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot
 from dspy_flashevolve.engine.texts import logger_named
@@ -174,7 +173,7 @@ class RolloutActor:
             dspy.configure_cache(**cache)
         self._run = EvolutionRun(name="rollouts", stages={"rollout": ["lm"]}, slots=slots)
         self._run.clock.attach()
-        self._models = LanguageModels(self._run.endpoints, self._run.redaction, once=True)
+        self._models = LanguageModels(self._run.providers, self._run.redaction, once=True)
         self._models.attach(asyncio.get_running_loop())
         try:
             dspy.configure(**cloudpickle.loads(settings))
@@ -316,8 +315,8 @@ class Actors:
         self._programs.append(_pickled({**parts, "lock": metric_lock, "finite": finite}, "program"))
         lms = [getattr(predictor, "lm", None) or self._lm for predictor in adapter.student.predictors()]
         names = sorted({endpoint_of(lm) for lm in lms if lm is not None}) or ["rollouts"]
-        endpoint = self._run.endpoints.endpoint(names[0])
-        return partial(self._attempt, len(self._programs) - 1, adapter, RolloutRecords(adapter.student), endpoint)
+        provider = self._run.providers.provider(names[0])
+        return partial(self._attempt, len(self._programs) - 1, adapter, RolloutRecords(adapter.student), provider)
 
     # Beginning and end.
 
@@ -409,7 +408,7 @@ class Actors:
         program: int,
         adapter: StudentAdapter,
         records: RolloutRecords,
-        endpoint: Endpoint,
+        provider: Provider,
         candidate: dict[str, str],
         example: dspy.Example,
         capture_traces: bool,
@@ -421,7 +420,7 @@ class Actors:
         answer = RolloutAnswer()
         try:
             for deaths in range(DEATHS):
-                answer = await self._request(endpoint, request, is_suspect=deaths > 0)
+                answer = await self._request(provider, request, is_suspect=deaths > 0)
                 if not answer.is_lost:
                     break
             else:
@@ -447,11 +446,11 @@ class Actors:
             trajectory = {**trajectory, "example": example}
         return replace(answer.attempt, rollout=replace(answer.attempt.rollout, trajectory=trajectory))
 
-    async def _request(self, endpoint: Endpoint, request: tuple[Any, ...], is_suspect: bool) -> RolloutAnswer:
+    async def _request(self, provider: Provider, request: tuple[Any, ...], is_suspect: bool) -> RolloutAnswer:
         """Make a rollout as a request at its endpoint, whose limit is told what became of it."""
-        tracked = TrackedRequest()
-        await endpoint.admit(current_slot())
-        endpoint.record_sent(tracked)
+        attempts = Attempts(provider, current_slot())
+        await attempts.begin()
+        attempts.send()
         began = anyio.current_time()
         try:
             # What may have ended its process goes to an actor of its own, one at a time.
@@ -461,13 +460,14 @@ class Actors:
                 actor = await self._free(self._suspects if is_suspect else self._actors)
                 answer = await self._call_actor(actor, request)
         finally:
-            endpoint.leave(tracked)
+            attempts.leave()
         if answer.is_refused:
-            endpoint.record_refusal(tracked, getattr(answer.error, "retry_after_seconds", None))
+            retry_after_seconds = getattr(answer.error, "retry_after_seconds", None)
+            attempts.server.record_failure(attempts, "refused", retry_after_seconds)
         elif answer.attempt is not None:
             written = completion_tokens_of(answer.used)
             if written or anyio.current_time() - began > CACHED_SECONDS:
-                endpoint.record_reply(tracked)
+                attempts.server.record_answer(attempts)
         return answer
 
     async def _call_actor(self, actor: _Actor, request: tuple[Any, ...]) -> RolloutAnswer:

@@ -35,7 +35,7 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from dspy_flashevolve.engine.rollouts import RequestCost, Rollout
+from dspy_flashevolve.engine.requests import RequestCost, Rollout
 
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound=type)
@@ -361,7 +361,7 @@ class RolloutRecords:
 
 
 class ProgramRecord:
-    """How one rollout of a program is written down and read again; a :class:`~.rollouts.RolloutRecord`.
+    """How one rollout of a program is written down and read again; a :class:`~.requests.RolloutRecord`.
 
     Args:
         records: of the program.
@@ -402,7 +402,7 @@ class ProgramRecord:
 
 
 class ReplyText:
-    """How the answer of a module is written down and read again; a :class:`~.rollouts.ReplyRecord`."""
+    """How the answer of a module is written down and read again; a :class:`~.requests.ReplyRecord`."""
 
     def __init__(self, position: str) -> None:
         self.position = position

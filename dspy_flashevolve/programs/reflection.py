@@ -26,7 +26,7 @@ from gepa.core.adapter import EvaluationBatch
 
 from dspy_flashevolve.engine.errors import FlashEvolveError, hook_that_raised
 from dspy_flashevolve.engine.loop import LoopPortal, Threads
-from dspy_flashevolve.engine.rollouts import gather
+from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.faults import is_out_of_context, raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.metric import Metric, Question, name_faults, questions_for, text_of, text_with, value_of

@@ -17,8 +17,8 @@ from dspy_flashevolve.engine.events import LmCallCounted
 from dspy_flashevolve.engine.journal import BEFORE_STEPS, RunJournal, hash_of
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import is_being_cancelled
-from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.rollouts import OnGranted, RequestCost, Rollout, RolloutKey, batch
+from dspy_flashevolve.engine.provider import RetryPolicy
+from dspy_flashevolve.engine.requests import Call, OnGranted, RequestCost, Rollout, RolloutCall, RolloutKey, batch
 from dspy_flashevolve.engine.run import EvolutionRun, Observer
 from dspy_flashevolve.engine.scheduler import Requester
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
@@ -123,7 +123,7 @@ class DspyRun(EvolutionRun):
         )
         self.recorder = Recorder(self.clock)
         self.bus.subscribe(self.recorder)
-        self.models = LanguageModels(self.endpoints, self.redaction, count=self._count_lm_call)
+        self.models = LanguageModels(self.providers, self.redaction, count=self._count_lm_call)
         self.pace(lm)
         self.actors = None if settings.rollouts is None else Actors(settings.rollouts, self, self.dspy_settings)
         """Where rollouts are made; None for this process."""
@@ -213,7 +213,9 @@ class DspyRun(EvolutionRun):
             spent = RequestCost(tokens_of(usage), cost_of(usage), problem)
             return ModuleReply(answer, failure, max(1, calls_of(usage)), spent)
 
-        return await self.rollouts.request(stage, step, call, lambda reply: reply.spent, record)
+        return await self.requests.answer(
+            Call(stage=stage, step=step, make=call, cost_of=lambda reply: reply.spent, record=record)
+        )
 
     async def ask(
         self, stage: str, step: Requester, module: Module, /, lm: Any = None, position: str = "0", **inputs: Any
@@ -286,17 +288,18 @@ class DspyRun(EvolutionRun):
             RolloutUnresolvedError: the provider gave no answer.
             RunAbortedError: the provider refused for good.
         """
-        return await self.rollouts.rollout(
-            RolloutKey(name or hash_of(candidate), split, example_id, traced),
-            stage,
-            step,
-            step.reservation if pays is None else pays,
-            lambda: runner.rollout(candidate, example, capture_traces=traced),
-            ProgramRecord(runner.records, candidate, example, traced),
+        call = RolloutCall(
+            key=RolloutKey(name or hash_of(candidate), split, example_id, traced),
+            stage=stage,
+            step=step,
+            reservation=step.reservation if pays is None else pays,
+            make=lambda: runner.rollout(candidate, example, capture_traces=traced),
+            written=ProgramRecord(runner.records, candidate, example, traced),
             make_failure=lambda reason: runner.failed_rollout(reason, traced),
             followers=behind,
             on_granted=granted,
         )
+        return await self.requests.answer(call)
 
     async def evaluate(
         self,

@@ -12,8 +12,8 @@ import dspy
 from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import is_retryable_lm_error
 
-from dspy_flashevolve.engine.endpoints import SERVER_SEPARATOR
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.provider import SERVER_SEPARATOR
 from dspy_flashevolve.engine.rates import MAX_LIMIT, Unit
 from dspy_flashevolve.engine.redaction import without_secrets
 from dspy_flashevolve.programs.faults import DSPYS_ACALL, DSPYS_CALL

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.batching import PROFILES
-from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus
 from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
-from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
+from dspy_flashevolve.engine.provider import Attempts, Failure, Providers, RetryPolicy
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker
@@ -106,21 +105,20 @@ class Loop:
         self.driver = self.profile.batch(time_scale=1.0)
         bus = EventBus([self.outcome.events.append])
         self.scheduler = Scheduler(slots, ["work"], {"work": "e"}, self.clock)
-        endpoints = Endpoints({"work": ["e"]}, rules, self.scheduler, bus, self.clock, RetryPolicy(), random.Random(0))
-        self.endpoint = endpoints.endpoint("e")
+        self.providers = Providers(
+            {"work": ["e"]}, rules, self.scheduler, bus, self.clock, RetryPolicy(), random.Random(0)
+        )
         self.draw = random.Random(0)
 
     async def request(self, tokens: int) -> None:
-        slot, sent = current_slot(), TrackedRequest()
+        request = Attempts(self.providers.provider("e"), current_slot())
         while True:
-            await self.endpoint.admit(slot)
-            self.endpoint.record_sent(sent)
+            await request.begin()
+            request.send()
             if await self.answered(tokens):
-                self.endpoint.record_reply(sent)
+                request.answered()
                 return
-            self.endpoint.record_refusal(sent, self.profile.retry_after_seconds)
-            self.endpoint.record_failure(sent, "429")
-            await self.endpoint.pause_before_retry(slot, sent, self.profile.retry_after_seconds)
+            await request.try_again(Failure("429", False, self.profile.retry_after_seconds, "refused"))
 
     async def answered(self, tokens: int) -> bool:
         late = self.clock() > 10

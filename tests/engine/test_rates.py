@@ -13,14 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.quota import Counting, Quota, QuotaCounter
-from dspy_flashevolve.engine.endpoints import Endpoints
-from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.rates import RateLimit, ReportedLimit
-from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.virtual import run
-from tests.engine.stepped import Asker
-from tests.engine.test_rollouts import now
+from tests.engine.test_requests import now
 
 COUNTINGS: list[Counting] = ["bucket", "fixed", "sliding"]
 
@@ -182,42 +177,5 @@ def test_a_request_that_costs_more_than_a_minute_holds_up_others_for_a_minute() 
         for _ in range(2):
             await limit.admit(1e9, anyio.sleep)
         assert 60.0 < now() < 63.0
-
-    run(main)
-
-
-def test_what_cannot_be_sent_yet_waits_for_a_slot_in_the_runs_order() -> None:
-    order: list[int] = []
-
-    async def main() -> None:
-        scheduler = Scheduler(64, ["rollout", "validate"], {"rollout": "api", "validate": "api"}, now)
-        asked = {"rollout": ["api"], "validate": ["api"]}
-        endpoints = Endpoints(asked, None, scheduler, EventBus(), now, RetryPolicy(), random.Random(0))
-        limit = endpoints.rate_limit("api", "account")
-        limit.add_user_limits({"requests": 60})
-
-        async def request(number: int) -> None:
-            await endpoints.endpoint("api").admit(current_slot(), limit, 1.0)
-            order.append(number)
-
-        async with anyio.create_task_group() as group:
-            for number in range(50):
-                group.start_soon(scheduler.run, "rollout", Asker(number), lambda n=number: request(n))
-            await anyio.sleep(3.0)
-            assert scheduler.idle == 0
-            assert scheduler.statistics().busy <= 8
-            group.start_soon(scheduler.run, "validate", Asker(99, value=1.0), lambda: request(99))
-        assert len(order) == 51
-
-    run(main)
-    assert order.index(99) <= 8
-
-
-def test_a_program_that_ends_without_a_request_leaves_room_for_the_next() -> None:
-    async def main() -> None:
-        scheduler = Scheduler(64, ["rollout"], {"rollout": "api"}, now)
-        scheduler.set_room(1, "api")
-        for number in range(10):
-            await scheduler.run("rollout", Asker(number), anyio.lowlevel.checkpoint)
 
     run(main)

@@ -17,7 +17,15 @@ from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.events import RequestFinished, StepClosed
 from dspy_flashevolve.engine.journal import BEFORE_STEPS, Journal, RunJournal, Unfinished, hash_of
 from dspy_flashevolve.engine.redaction import REDACTED, Redaction
-from dspy_flashevolve.engine.rollouts import RequestCost, Rollout, RolloutKey, gather, record_metric_call
+from dspy_flashevolve.engine.requests import (
+    Call,
+    RequestCost,
+    Rollout,
+    RolloutCall,
+    RolloutKey,
+    gather,
+    record_metric_call,
+)
 from dspy_flashevolve.engine.run import EvolutionRun, RunLimits
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step
 from dspy_flashevolve.sim.virtual import run as in_virtual_time
@@ -221,7 +229,11 @@ class Loop:
                 return Rollout(f"{text} {example}", example / 10)
 
             key = RolloutKey(hash_of({"p": text}), "train", example)
-            rollout = await run.rollouts.rollout(key, "rollout", step, step.reservation, call, Kept())
+            rollout = await run.requests.answer(
+                RolloutCall(
+                    key=key, stage="rollout", step=step, reservation=step.reservation, make=call, written=Kept()
+                )
+            )
             assert rollout.output == f"{text} {example}"
             return rollout.score
 
@@ -231,7 +243,9 @@ class Loop:
             return f"child of {step.number}"
 
         await gather([lambda e=example: one(f"parent of {step.number}", e) for example in range(3)])
-        child = await run.rollouts.request("propose", step, ask, lambda _: RequestCost(1, 0.5), Words("0"))
+        child = await run.requests.answer(
+            Call(stage="propose", step=step, make=ask, cost_of=lambda _: RequestCost(1, 0.5), record=Words("0"))
+        )
         await gather([lambda e=example: one(child, e) for example in range(3)])
         return End(EndKind.COMMITTED)
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Committed, Event, StageVisited, StepClosed, StepOpened
-from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
-from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, batch, gather, record_metric_call
+from dspy_flashevolve.engine.provider import Attempts, Failure, RetryPolicy
+from dspy_flashevolve.engine.requests import Rollout, RolloutCall, RolloutKey, batch, gather, record_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun, RunLimits
 from dspy_flashevolve.engine.scheduler import current_slot
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Load, NothingToDoError, Reservation, Step, StepEnded
@@ -72,7 +72,7 @@ class World:
         assert run.working == 0
 
     async def ask(self, stage: str, step: Step, seconds: float = 1.0) -> None:
-        await self.run.rollouts.request(stage, step, lambda: anyio.sleep(seconds))
+        await self.run.requests.ask(stage, step, lambda: anyio.sleep(seconds))
 
     async def paid(self, step: Step, seconds: float = 1.0, pays: Reservation | None = None, key: Any = None) -> None:
         async def call() -> Rollout:
@@ -80,9 +80,8 @@ class World:
             return Rollout(None, 0.5)
 
         example = object() if key is None else key
-        await self.run.rollouts.rollout(
-            RolloutKey("c", "train", example), "rollout", step, pays or step.reservation, call
-        )
+        key, pays = RolloutKey("c", "train", example), pays or step.reservation
+        await self.run.requests.answer(RolloutCall(key=key, stage="rollout", step=step, reservation=pays, make=call))
 
 
 def counted(world: World, count: int, seconds: float = 1.0) -> Callable[[Step], Awaitable[End]]:
@@ -344,7 +343,7 @@ def test_exceptions_leave_as_they_are_and_end_every_other_step_as_cancelled(
         if step.number == 1:
             await world.run.run_in_background(lambda: slow(1, "beside"))
         await gather([lambda n=number: slow(n, "batch") for number in range(3)] if step.number == 1 else [])
-        await world.run.rollouts.request("rollout", step, lambda: slow(step.number, "slot"))
+        await world.run.requests.ask("rollout", step, lambda: slow(step.number, "slot"))
         broken("inside", step.number)
         await anyio.sleep(0.0 if step.number == 1 else 100.0)
         return End(EndKind.REJECTED)
@@ -457,7 +456,7 @@ def test_the_later_stage_goes_first_and_a_step_s_time_in_each_stage_is_told() ->
         world.run.begin(step, 0)
 
         async def one(stage: str) -> None:
-            await world.run.rollouts.request(stage, step, lambda: anyio.sleep(1.0))
+            await world.run.requests.ask(stage, step, lambda: anyio.sleep(1.0))
             order.append(stage)
 
         await gather([lambda s=stage: one(s) for stage in ("propose", "rollout", "propose", "validate")])
@@ -500,16 +499,13 @@ class Chaos:
     async def call(self) -> Rollout:
         """An LM call within a rollout: it may be refused, hang, pause its endpoint, or be slow."""
         rng = self.rng
-        endpoint, sent = self.run.endpoints.endpoint("task"), TrackedRequest()
-        slot = current_slot()
-        await endpoint.admit(slot if rng.random() < 0.8 else None)
-        endpoint.record_sent(sent)
+        sent = Attempts(self.run.providers.provider("task"), current_slot() if rng.random() < 0.8 else None)
+        await sent.begin()
+        sent.send()
         await anyio.sleep(rng.random() * 3)
         fate = rng.random()
         if fate < 0.1:
-            endpoint.record_refusal(sent, rng.choice([None, 2.0]))
-            endpoint.record_failure(sent, "429")
-            await endpoint.pause_before_retry(slot, sent, rng.choice([None, 2.0, 3600.0]))
+            await sent.try_again(Failure("429", False, rng.choice([None, 2.0, 3600.0]), "refused"))
         elif fate < 0.15:
             raise TransientError("503", retry_after_seconds=rng.choice([None, 3.0]))
         elif fate < 0.2:
@@ -519,15 +515,18 @@ class Chaos:
         if rng.random() < 0.5:
             await record_metric_call()
             await anyio.sleep(rng.random() * 4)
-        endpoint.record_reply(sent)
+        sent.answered()
         return Rollout(None, rng.random())
 
     async def evaluate(self, stage: str, step: Step, count: int, pays: Reservation) -> None:
         async def one(index: int, granted: Any) -> None:
             key = RolloutKey("c", "train", self.rng.randint(0, 30))
-            await self.run.rollouts.rollout(
-                key, stage, step, pays, self.call, followers=count - index - 1, on_granted=granted
-            )
+            await self.run.requests.answer(
+                RolloutCall(
+                    key=key, stage=stage, step=step, reservation=pays, make=self.call,
+                    followers=count - index - 1, on_granted=granted,
+                )
+            )  # fmt: skip
 
         await batch(count, one)
 
@@ -551,11 +550,11 @@ class Chaos:
             await run.run_in_background(beside)
         if rng.random() < 0.5:
             with anyio.move_on_after(rng.choice([1.0, 60.0])):
-                await run.rollouts.request("propose", step, lambda: anyio.sleep(rng.random() * 9))
+                await run.requests.ask("propose", step, lambda: anyio.sleep(rng.random() * 9))
         if rng.random() < 0.7:
             run.mark_child_made(step)
         if rng.random() < 0.6:
-            await run.rollouts.request("propose", step, lambda: anyio.sleep(rng.random() * 5))
+            await run.requests.ask("propose", step, lambda: anyio.sleep(rng.random() * 5))
             if rng.random() < 0.1:
                 raise RolloutUnresolvedError("no answer")
         if not step.reservation.cover(3):

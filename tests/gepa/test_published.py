@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import LimitChanged
-from dspy_flashevolve.engine.rollouts import gather
+from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Step
 from dspy_flashevolve.gepa.published import PartialRelease, StageWindow, bound_stages, median_shares
 from dspy_flashevolve.gepa.settings import STAGES, Workflow
@@ -128,7 +128,7 @@ def test_a_worker_pool_bounds_the_requests_of_its_stage_and_the_median_rule_move
             await anyio.sleep(seconds)
             running[stage] -= 1
 
-        await world.run.rollouts.request(stage, step, call)
+        await world.run.requests.ask(stage, step, call)
 
     async def step(step: Step) -> End:
         world.run.begin(step, 0)

@@ -16,7 +16,7 @@ from dspy.utils.exceptions import LMAuthError, LMRateLimitError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.retries import RetryPolicy
+from dspy_flashevolve.engine.provider import RetryPolicy
 from dspy_flashevolve.engine.staleness import PastCommit, StaleChild
 from dspy_flashevolve.gepa.repair import Repair, read_answer
 from dspy_flashevolve.modules.rewriting import StaleCandidateReflection

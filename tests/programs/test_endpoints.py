@@ -20,13 +20,12 @@ from dspy.utils.callback import BaseCallback
 from dspy.utils.exceptions import LMRateLimitError, LMServerError
 
 from dspy_flashevolve import AsyncGEPA, Workflow
-from dspy_flashevolve.engine.endpoints import Endpoints, groups_of
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Event, EventBus
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.rollouts import Rollouts
+from dspy_flashevolve.engine.provider import Providers, RetryPolicy, queues_of
+from dspy_flashevolve.engine.requests import Requests
 from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
 from dspy_flashevolve.programs.lm import LanguageModels
@@ -48,7 +47,7 @@ class Run:
 
     scheduler: Scheduler
     models: LanguageModels
-    rollouts: Rollouts
+    requests: Requests
     threads: Threads
     events: list[Event]
 
@@ -56,11 +55,11 @@ class Run:
     def on_loop(cls, slots: int, names: set[str], retry: RetryPolicy, adaptive: Bounds | None = None) -> Run:
         loop, events = asyncio.get_running_loop(), list[Event]()
         bus, asked = EventBus([events.append]), {"work": names}
-        scheduler = Scheduler(slots, list(asked), groups_of(asked), loop.time)
-        endpoints = Endpoints(asked, adaptive, scheduler, bus, loop.time, retry, random.Random(0))
-        models = LanguageModels(endpoints)
+        scheduler = Scheduler(slots, list(asked), queues_of(asked), loop.time)
+        providers = Providers(asked, adaptive, scheduler, bus, loop.time, retry, random.Random(0))
+        models = LanguageModels(providers)
         models.attach(loop)
-        return cls(scheduler, models, Rollouts(scheduler, bus, endpoints), Threads(64, "test"), events)
+        return cls(scheduler, models, Requests(scheduler, bus, providers), Threads(64, "test"), events)
 
     async def ask(self, lm: Any, question: str, asynchronous: bool = True) -> str:
         """One rollout of one question."""
@@ -75,7 +74,7 @@ class Run:
                 raise_provider_fault(error)
                 raise
 
-        return (await self.rollouts.request("work", STEP, call)).answer
+        return (await self.requests.ask("work", STEP, call)).answer
 
     async def ask_all(self, lm: Any, count: int, asynchronous: bool = True) -> list[str]:
         return await asyncio.gather(*(self.ask(lm, f"question {n}", asynchronous) for n in range(count)))
@@ -312,7 +311,7 @@ def test_who_asks_from_outside_of_a_run_meanwhile_gets_the_lm_as_it_is() -> None
     async def body(made: Run) -> None:
         made.models.pace(lm)
         assert await lm.acall("?")
-        assert made.models.endpoints.retries.count == 0
+        assert made.models.providers.retried == 0
 
     in_run(body)
     assert lm.engine.calls == 3
@@ -394,7 +393,7 @@ def test_answers_of_dspys_cache_use_up_nothing_of_a_limit(tmp_path: Path) -> Non
         async def body(made: Run) -> float:
             for _ in range(20):
                 await made.ask(lm, f"the same {tmp_path}")
-            rate = made.models.endpoints.rate_limit(endpoint_of(lm), account_of(lm, endpoint_of(lm)))
+            rate = made.models.providers.rate_limit(account_of(lm, endpoint_of(lm)))
             assert rate.limits == {"requests": 60}
             began = asyncio.get_running_loop().time()
             await rate.admit(0.0, anyio.sleep)
@@ -409,7 +408,7 @@ def test_a_limit_is_learnt_from_a_refusal_where_the_engine_shows_no_other_header
 
     async def body(made: Run) -> dict[str, float]:
         await made.ask(lm, "?")
-        return made.models.endpoints.rate_limit("fake", account_of(lm, "fake")).limits
+        return made.models.providers.rate_limit(account_of(lm, "fake")).limits
 
     assert in_run(body) == {"requests": 600.0, "tokens": 200_000.0}
 

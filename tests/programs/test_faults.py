@@ -25,12 +25,11 @@ from dspy.utils.exceptions import (
     LMUnsupportedModelError,
 )
 
-from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.provider import Providers, RetryPolicy
+from dspy_flashevolve.engine.requests import Rollout
 from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.programs.faults import Fault, fault_of, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels
@@ -63,10 +62,10 @@ def rolled_out(
     async def main() -> Rollout:
         loop, threads = asyncio.get_running_loop(), Threads(2, "test")
         once = retry or RetryPolicy(attempts=1)
-        endpoints = Endpoints({}, None, Scheduler(1, ["work"]), EventBus(), loop.time, once, random.Random(0))
+        providers = Providers({}, None, Scheduler(1, ["work"]), EventBus(), loop.time, once, random.Random(0))
         if retry is None:
-            endpoints.retries.hurry()  # every refusal counts, and nothing is waited for
-        models = LanguageModels(endpoints)
+            providers.hurry()  # every refusal counts, and nothing is waited for
+        models = LanguageModels(providers)
         models.attach(loop)
         made = program or Chain()
         runner = ProgramRunner(adapter_for(made, metric), Metric(metric, threads), threads, models=models)

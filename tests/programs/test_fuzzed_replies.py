@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.engine.errors import TransientError
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.requests import Rollout
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.reflection import Reflection

@@ -13,7 +13,7 @@ from dspy.clients.base_lm import BaseLM
 from dspy.utils.dummies import DummyLM
 
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.requests import Rollout
 from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.programs.building import StudentAdapter
 from dspy_flashevolve.programs.metric import Metric

@@ -20,7 +20,7 @@ import dspy
 import pytest
 
 from dspy_flashevolve import AsyncACE, AsyncGEPA, ConfigurationError, DspyRun, RunAbortedError
-from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.requests import Rollout
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Step
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.settings import RunSettings
@@ -295,12 +295,12 @@ def test_a_rate_limit_in_an_actor_frees_the_slot_and_is_counted_by_the_run(clust
 
     with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen")):
         one = made(num_threads=None, max_concurrency=4)
-        one.endpoints.retries.chance = lambda: 1.0  # the longest backoff
+        one.providers.chance = lambda: 1.0  # the longest backoff
         found = rolled(one, lambda gold, pred: float(pred.answer), data=TRAIN[:3])
     assert [rollout.score for rollout in found] == [5.0, 5.0, 5.0]
     assert asked.count("t 0") == 2
     assert asked[-1] == "t 0"  # others went on meanwhile
-    assert one.endpoints.retries.count == 1
+    assert one.providers.retried == 1
 
 
 def test_a_refusal_for_good_ends_the_run_and_no_key_is_told(cluster: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -362,7 +362,7 @@ def test_a_rollout_that_takes_too_long_is_ended_in_its_actor_and_not_paid(cluste
     found = rolled(one, digits, Hanging(tmp_path))
     assert [rollout.error for rollout in found] == [""] * len(TRAIN)
     assert (tmp_path / "ended").exists()
-    assert one.rollouts.timed_out >= 1
+    assert one.requests.timed_out >= 1
     assert one.budget.spent == len(TRAIN)
 
 

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
 
-from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.requests import Rollout
 from dspy_flashevolve.programs.fingerprints import fingerprints_of
 from dspy_flashevolve.programs.records import (
     InexactError,

@@ -14,7 +14,7 @@ from dspy.utils.exceptions import AdapterParseError
 from dspy_flashevolve import DspyRun
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import Event, RequestFinished
-from dspy_flashevolve.engine.retries import RetryPolicy
+from dspy_flashevolve.engine.provider import RetryPolicy
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.programs.settings import RunSettings

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import NoLongerWantedError, RolloutUnresolvedError, RunAbortedError, TransientError
 from dspy_flashevolve.engine.events import (
     Event,
@@ -24,12 +23,14 @@ from dspy_flashevolve.engine.events import (
     RolloutTimedOut,
 )
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
-from dspy_flashevolve.engine.rollouts import (
+from dspy_flashevolve.engine.provider import Attempts, Providers, RetryPolicy
+from dspy_flashevolve.engine.requests import (
+    Call,
     RequestCost,
+    Requests,
     Rollout,
+    RolloutCall,
     RolloutKey,
-    Rollouts,
     batch,
     gather,
     record_metric_call,
@@ -60,10 +61,10 @@ class Bench:
         self.scheduler = Scheduler(slots, STAGES, clock=now)
         self.budget = Budget(limit)
         retry = RetryPolicy(attempts=3, first_seconds=first_seconds)
-        endpoints = Endpoints(
+        self.providers = Providers(
             {stage: ["e"] for stage in STAGES}, None, self.scheduler, bus, now, retry, random.Random(0)
         )
-        self.rollouts = Rollouts(self.scheduler, bus, endpoints, **options)
+        self.requests = Requests(self.scheduler, bus, self.providers, **options)
 
     def reserved(self, calls: int = 1) -> Reservation:
         reservation = self.budget.reserve(calls)
@@ -74,7 +75,10 @@ class Bench:
         self, call: Callable[[], Awaitable[Rollout]], pays: Reservation, step: Asker = ONE, example: Any = "example"
     ) -> tuple[Rollout, bool]:
         """The rollout, and whether it was paid here."""
-        rollout = await self.rollouts.rollout(RolloutKey("c", "train", example), "screen", step, pays, call)
+        key = RolloutKey("c", "train", example)
+        rollout = await self.requests.answer(
+            RolloutCall(key=key, stage="screen", step=step, reservation=pays, make=call)
+        )
         return rollout, pays.settled > 0
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -135,7 +139,7 @@ def test_equal_rollouts_in_flight_are_run_and_paid_once() -> None:
         assert {first.settled, second.settled} == {0, 1}
 
     run(main)
-    assert (call.runs, sorted(results), bench.rollouts.joined) == (1, [False, True], 1)
+    assert (call.runs, sorted(results), bench.requests.joined) == (1, [False, True], 1)
 
 
 @pytest.mark.parametrize(("error", "runs"), [("", 1), ("it failed", 2)])
@@ -151,7 +155,9 @@ def test_one_with_a_trace_joins_one_without_unless_that_failed_since_failures_ar
 
     async def one(traced: bool) -> None:
         key = RolloutKey("c", "val", "example", traced)
-        await bench.rollouts.rollout(key, "screen", ONE, bench.reserved(), call)
+        await bench.requests.answer(
+            RolloutCall(key=key, stage="screen", step=ONE, reservation=bench.reserved(), make=call)
+        )
 
     run(lambda: gather([lambda traced=traced: one(traced) for traced in (False, True)]))
     assert (len(made), bench.budget.spent) == (runs, runs)
@@ -183,7 +189,9 @@ def test_a_paid_rollout_and_a_request_are_told_with_what_they_cost() -> None:
 
     async def main() -> None:
         await bench.rollout(Taking(2.0), bench.reserved())
-        await bench.rollouts.request("propose", OTHER, lambda: anyio.sleep(3.0), lambda _: RequestCost(5, 0.1))
+        await bench.requests.answer(
+            Call(stage="propose", step=OTHER, make=lambda: anyio.sleep(3.0), cost_of=lambda _: RequestCost(5, 0.1))
+        )
 
     run(main)
     ran, asked = bench.events
@@ -210,12 +218,16 @@ def test_an_unresolved_rollout_is_neither_scored_nor_paid() -> None:
 
 
 def test_what_was_asked_for_inside_as_often_as_makes_sense_is_not_asked_for_again() -> None:
+    bench = Bench()
+
     async def once() -> Rollout:
-        raise TransientError("429", asked=TrackedRequest(failures=3))
+        failed = Attempts(bench.providers.provider("e"))
+        failed.failures = 3
+        raise TransientError("429", attempts=failed)
 
     async def main() -> None:
         with pytest.raises(RolloutUnresolvedError, match="no answer after 3 attempts"):
-            await Bench().rollout(once, Budget(None).reserve(1))  # type: ignore[arg-type]
+            await bench.rollout(once, Budget(None).reserve(1))  # type: ignore[arg-type]
 
     run(main)
 
@@ -231,7 +243,7 @@ def test_a_rollout_that_takes_too_long_is_given_up_and_tried_again() -> None:
         assert (rollout.output, now()) == ("run 2", 12.0)
 
     run(main)
-    assert (call.runs, call.ended, bench.rollouts.timed_out, bench.budget.spent) == (3, 1, 2, 1)
+    assert (call.runs, call.ended, bench.requests.timed_out, bench.budget.spent) == (3, 1, 2, 1)
     assert [event.attempt for event in bench.of(RolloutTimedOut)] == [1, 2]
     bench.check_nothing_is_held()
 
@@ -255,7 +267,7 @@ def test_neither_the_wait_for_a_slot_nor_what_the_provider_lets_it_wait_counts()
         assert [rollout.output for rollout, _ in answers] == ["paused"] * 3
 
     run(main)
-    assert bench.rollouts.timed_out == 0
+    assert bench.requests.timed_out == 0
 
 
 def test_a_metric_that_had_begun_is_paid_and_so_is_the_next_attempt() -> None:
@@ -316,7 +328,7 @@ def test_a_synchronous_metric_that_has_begun_is_waited_for_beyond_the_timeout() 
 
         rollout, paid = await bench.rollout(call, bench.reserved())
         assert (rollout.score, paid, now()) == (0.75, True, 35.0)
-        assert (bench.budget.spent, bench.rollouts.timed_out) == (1, 0)
+        assert (bench.budget.spent, bench.requests.timed_out) == (1, 0)
         threads.close(wait=False)
 
     run(main)
@@ -359,7 +371,12 @@ def test_what_waits_for_a_slot_costs_no_task(steps: int, examples: int, slots: i
         async def example(index: int, granted: Callable[[], None]) -> None:
             key = RolloutKey("c", str(step.number), index)
             pays, behind = bench.reserved(), examples - index - 1
-            await bench.rollouts.rollout(key, "screen", step, pays, call, followers=behind, on_granted=granted)
+            await bench.requests.answer(
+                RolloutCall(
+                    key=key, stage="screen", step=step, reservation=pays, make=call,
+                    followers=behind, on_granted=granted,
+                )
+            )  # fmt: skip
 
         await batch(examples, example)
 
@@ -451,4 +468,4 @@ def test_each_is_settled_once_for_each_call_of_its_metric_and_no_slot_is_left_he
     run(main)
     bench.check_nothing_is_held()
     assert (bench.budget.spent, bench.budget.reserved) == (metrics, 0)
-    assert bench.rollouts._flights == {}
+    assert bench.requests._flights == {}

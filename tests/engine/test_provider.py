@@ -1,0 +1,415 @@
+"""Providers: which stages share a queue, when a server pauses, who of several is asked, and who is given up."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.limits import Bounds
+from dspy_flashevolve.engine.provider import (
+    ENOUGH_ANSWERS,
+    MAX_PAUSES,
+    REFUSALS_IN_A_ROW,
+    SERVER_SEPARATOR,
+    SILENT_FAILURES,
+    Attempts,
+    Failure,
+    Providers,
+    RetryPolicy,
+    queues_of,
+)
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
+from dspy_flashevolve.sim.virtual import run
+from tests.engine.stepped import Asker
+from tests.engine.test_requests import now
+
+ASKED = {"rollout": ["task"], "propose": ["reflection"], "validate": ["task", "judge"]}
+BOTH = SERVER_SEPARATOR.join(["fast", "slow"])
+
+
+class Bench:
+    def __init__(self, slots: int = 4, adaptive: Bounds | None = None, asked: Any = ASKED) -> None:
+        self.events: list[Event] = []
+        self.scheduler = Scheduler(slots, list(asked), queues_of(asked), now)
+        bus, policy = EventBus([self.events.append]), RetryPolicy(first_seconds=1.0)
+        self.providers = Providers(asked, adaptive, self.scheduler, bus, now, policy, random.Random(0))
+
+    def sent(self, name: str) -> Attempts:
+        """A request that was sent to a provider; of several servers it has chosen one."""
+        request = Attempts(self.providers.provider(name))
+        request.server = request.provider.choose(request)
+        request.send()
+        return request
+
+    def refuse(self, name: str, times: int, retry_after: float | None = 8.0, overload: str = "refused") -> None:
+        for _ in range(times):
+            request = self.sent(name)
+            request.leave()
+            request.server.record_failure(request, overload, retry_after)
+
+    def turn_away(self, request: Attempts, reason: str = "429") -> None:
+        request.leave()
+        request.provider.record_failure(request, Failure(reason))
+
+    def answer(self, name: str, times: int) -> None:
+        for _ in range(times):
+            self.sent(name).answered()
+
+    async def admitted(self, name: str) -> None:
+        await Attempts(self.providers.provider(name), current_slot()).begin()
+
+    @property
+    def pauses(self) -> list[tuple[str, float]]:
+        return [(one.endpoint, one.pause_seconds) for one in self.events if isinstance(one, EndpointPaused)]
+
+
+def several(slots: int = 256, adaptive: Bounds | None = None, rollout: tuple[str, ...] = (BOTH,)) -> Bench:
+    return Bench(slots, adaptive, {"rollout": list(rollout)})
+
+
+@given(st.dictionaries(st.sampled_from("stuvwx"), st.sets(st.sampled_from("abcdef"), min_size=1), min_size=1))
+def test_stages_share_a_queue_where_servers_connect_them(asked: dict[str, set[str]]) -> None:
+    queues = queues_of(asked)
+    assert set(queues) == set(asked)
+    for one, other in [(one, other) for one in asked for other in asked if asked[one] & asked[other]]:
+        assert queues[one] == queues[other]
+    for stage, queue in queues.items():
+        assert asked[stage] <= set(queue.split(" + "))
+    assert queues == queues_of(dict(reversed(asked.items())))
+
+
+# Pauses
+
+
+def test_refusals_in_a_row_pause_a_server_and_no_other_and_longer_the_less_is_answered_in_between() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        bench.refuse("task", REFUSALS_IN_A_ROW - 1)
+        assert bench.pauses == []
+        bench.refuse("task", 3)
+        assert bench.pauses == [("task", 8.0)]
+        await bench.admitted("reflection")
+        assert now() == 0.0
+        await bench.admitted("task")
+        assert 8.0 <= now() <= 9.0
+        for pause in (2.0, 4.0, 8.0, 8.0):
+            bench.refuse("task", REFUSALS_IN_A_ROW, None)
+            assert bench.pauses[-1] == ("task", pause)
+            await bench.admitted("task")
+        bench.answer("task", ENOUGH_ANSWERS)
+        bench.refuse("task", REFUSALS_IN_A_ROW, None)
+        assert bench.pauses[-1] == ("task", 1.0)
+
+    run(main)
+
+
+def test_refusals_that_come_back_sooner_than_the_answers_to_what_was_sent_between_them_pause_nothing() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        for request in [bench.sent("task") for _ in range(64)][::3]:
+            request.server.record_failure(request, "refused", None)
+        assert bench.pauses == []
+
+    run(main)
+
+
+def test_a_request_that_waits_for_the_end_of_a_pause_holds_no_slot_and_is_sent_at_last_all_the_same() -> None:
+    bench = Bench(slots=1)
+    order: list[str] = []
+
+    async def request(name: str) -> None:
+        await bench.admitted("task")
+        order.append(name)
+
+    async def always_refusing() -> None:
+        for _ in range(2 * MAX_PAUSES):
+            bench.refuse("task", REFUSALS_IN_A_ROW)
+            await anyio.sleep(8.0)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(always_refusing)
+            await anyio.sleep(0.1)
+            group.start_soon(bench.scheduler.run, "rollout", Asker(0), lambda: request("paused"))
+            await anyio.sleep(0.1)
+            await bench.scheduler.run("propose", Asker(1), lambda: anyio.lowlevel.checkpoint())
+            order.append("another")
+
+    run(main)
+    assert order == ["another", "paused"]
+
+
+# Silence
+
+
+def test_a_provider_that_refuses_some_while_it_is_at_work_on_others_is_not_said_to_be_silent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        at_work = bench.sent("task")
+        for _ in range(SILENT_FAILURES):
+            bench.turn_away(bench.sent("task"))
+        assert "does not answer" not in caplog.text
+        at_work.answered()
+        for _ in range(SILENT_FAILURES):
+            bench.turn_away(bench.sent("task"))
+        assert "task does not answer (429)" in caplog.text
+
+    run(main)
+
+
+def test_a_provider_that_refuses_and_leaves_requests_hanging_is_said_to_be_silent_after_ten_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        bench.sent("task")
+        for seconds in (0, 3, 3, 3, 2):
+            assert "does not answer" not in caplog.text
+            await anyio.sleep(seconds)
+            bench.turn_away(bench.sent("task"))
+        assert "task does not answer (429)" in caplog.text
+
+    run(main)
+
+
+def test_one_request_that_hangs_alone_for_longer_than_an_outage_may_last_is_asked_again() -> None:
+    """As where there is one slot: nothing else is asked meanwhile, and nothing tells whether the server is there."""
+    bench = Bench()
+
+    async def main() -> None:
+        request = Attempts(bench.providers.provider("task"))
+        for _ in range(3):
+            assert not bench.providers.outage
+            request.send()
+            await anyio.sleep(600)
+            bench.turn_away(request, "no answer within 600 seconds")
+        assert bench.providers.outage
+
+    run(main)
+
+
+def test_a_provider_that_turns_away_all_for_a_minute_is_given_up() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        for _ in range(2):
+            assert not bench.providers.outage
+            bench.turn_away(bench.sent("task"), "connection refused")
+            await anyio.sleep(60)
+        bench.turn_away(bench.sent("task"), "connection refused")
+        assert bench.providers.outage
+
+    run(main)
+
+
+# Limits
+
+
+def test_each_queue_has_a_limit_of_its_own_and_every_change_is_told() -> None:
+    bench = Bench(8, Bounds(start=2, high=8))
+    assert bench.scheduler.limit == 4
+
+    async def main() -> None:
+        async def request() -> None:
+            sent = bench.sent("judge")
+            await anyio.sleep(1.0)
+            sent.answered()
+
+        async with anyio.create_task_group() as group:
+            for number in range(12):
+                group.start_soon(bench.scheduler.run, "rollout", Asker(number), request)
+
+    run(main)
+    changes = [one for one in bench.events if isinstance(one, LimitChanged)]
+    assert {(one.name, one.reason) for one in changes} == {("judge + task", "it binds")}
+    assert changes[0].before == 2
+
+
+# Several servers of one model
+
+
+class Machine:
+    """Writes so many tokens a second for each of at most ``width`` requests; more wait."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        self.places, self.seconds, self.answered = anyio.Semaphore(width), seconds, 0
+
+    async def answer(self, seconds: float) -> None:
+        async with self.places:
+            await anyio.sleep(self.seconds * seconds)
+        self.answered += 1
+
+
+async def ask(bench: Bench, machines: dict[str, Machine], name: str, seconds: float) -> None:
+    """One request in a slot."""
+    request = Attempts(bench.providers.provider(name), current_slot())
+    await request.begin()
+    request.send()
+    try:
+        await machines[request.server.name].answer(seconds)
+        request.answered()
+    finally:
+        request.leave()
+
+
+async def load(bench: Bench, machines: dict[str, Machine], seconds: float) -> None:
+    """Rollouts for so long, from 200 steps."""
+    draws = random.Random(0)
+
+    async def work(number: int) -> None:
+        while True:
+            await bench.scheduler.run(
+                "rollout", Asker(number), lambda: ask(bench, machines, BOTH, draws.expovariate(1.0))
+            )
+
+    with anyio.move_on_after(seconds):
+        async with anyio.create_task_group() as group:
+            for number in range(200):
+                group.start_soon(work, number)
+
+
+@pytest.mark.long
+def test_two_servers_of_unequal_speed_reach_six_sevenths_of_the_sum_of_their_ceilings() -> None:
+    async def main() -> None:
+        for slots, adaptive in ((256, Bounds(8)), (64, None)):
+            bench, machines = several(slots, adaptive), {"fast": Machine(32, 1.0), "slow": Machine(8, 2.0)}
+            await load(bench, machines, 60.0)
+            before = sum(one.answered for one in machines.values())
+            await load(bench, machines, 60.0)
+            assert sum(one.answered for one in machines.values()) - before >= 6 / 7 * 60 * (32 / 1.0 + 8 / 2.0)
+
+    run(main)
+
+
+async def batches(bench: Bench, machines: dict[str, Machine], name: str, requests: int, times: int) -> float:
+    """Seconds for so many batches of requests, one after the other, with lengths that differ."""
+    draws, began = random.Random(1), now()
+    for _ in range(times):
+        async with anyio.create_task_group() as group:
+            for number in range(requests):
+                seconds = draws.uniform(0.5, 1.5)
+                group.start_soon(
+                    bench.scheduler.run, "rollout", Asker(number), lambda s=seconds: ask(bench, machines, name, s)
+                )
+    return now() - began
+
+
+async def alone_and_both(slots: int, adaptive: Bounds | None, places: int, requests: int, times: int) -> list[float]:
+    """Seconds with the fast server alone, and with one that is four times slower beside it."""
+    return [
+        await batches(
+            several(slots, adaptive, (name,)),
+            {"fast": Machine(places, 1.0), "slow": Machine(places, 4.0)},
+            name,
+            requests,
+            times,
+        )
+        for name in ("fast", BOTH)
+    ]
+
+
+ADAPTIVE_AND_FIXED = pytest.mark.parametrize(("slots", "adaptive"), [(64, Bounds(4, 64)), (64, None)])
+SLOWEST_SECONDS = 4.0 * 1.5
+"""Of a request on the server that is four times slower."""
+
+
+@ADAPTIVE_AND_FIXED
+@pytest.mark.parametrize("places", [8, 32])
+@pytest.mark.parametrize(("requests", "times"), [(20, 1), (20, 10), (100, 1), (400, 1)])
+def test_a_slow_server_beside_a_fast_one_never_costs_more_than_two_of_its_requests(
+    slots: int, adaptive: Bounds | None, places: int, requests: int, times: int
+) -> None:
+    async def main() -> None:
+        alone, both = await alone_and_both(slots, adaptive, places, requests, times)
+        assert both <= alone + 2 * SLOWEST_SECONDS
+
+    run(main)
+
+
+def test_a_server_that_fails_is_left_out_and_then_tried_by_one_request_at_a_time() -> None:
+    async def main() -> None:
+        bench = several(adaptive=Bounds(8))
+        fast: Any = bench.providers.provider("fast").servers[0]
+        bench.refuse("fast", REFUSALS_IN_A_ROW - 1, None, overload="")
+        assert {bench.sent(BOTH).server.name for _ in range(8)} == {"fast", "slow"}
+        bench.refuse("fast", REFUSALS_IN_A_ROW, None, overload="")
+        assert {bench.sent(BOTH).server.name for _ in range(4)} == {"slow"}
+        for request in list(fast.under_way):
+            request.leave()
+        for pause in (1.0, 2.0):
+            await anyio.sleep(pause)
+            trials = [one for one in [bench.sent(BOTH) for _ in range(4)] if one.server is fast]
+            assert len(trials) == 1
+            trials[0].leave()
+            fast.record_failure(trials[0], "", None)
+            assert fast.breaker.open_until == now() + 2 * pause
+        await anyio.sleep(4.0)
+        next(one for one in [bench.sent(BOTH) for _ in range(4)] if one.server is fast).answered()
+        assert [bench.sent(BOTH).server.name for _ in range(8)].count("fast") > 1
+
+    run(main)
+
+
+def test_a_server_that_was_slow_once_is_asked_again_after_a_minute_and_gets_its_share() -> None:
+    bench, asked = several(2), Counter[str]()
+
+    async def repeated() -> None:
+        for _ in range(300):
+            request = bench.sent(BOTH)
+            name = request.server.name
+            asked[name] += 1
+            await anyio.sleep(60.0 if name == "slow" and asked["slow"] == 1 else 1.0)
+            request.answered()
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            for _ in range(2):
+                group.start_soon(repeated)
+
+    run(main)
+    assert min(asked.values()) > 100
+
+
+def test_a_server_that_answers_nothing_while_the_other_does_is_not_asked() -> None:
+    async def main() -> None:
+        bench = several(adaptive=Bounds(8))
+        bench.sent("fast")
+        for _ in range(30):
+            request = bench.sent("slow")
+            await anyio.sleep(1.0)
+            request.answered()
+        assert {bench.sent(BOTH).server.name for _ in range(6)} == {"slow"}
+
+    run(main)
+
+
+def test_slots_follow_the_limits_of_the_servers_that_are_there() -> None:
+    async def main() -> None:
+        bench = several(adaptive=Bounds(8))
+        assert bench.scheduler.limit == 16
+        bench.refuse("fast", REFUSALS_IN_A_ROW, None, overload="")
+        assert bench.scheduler.limit == 8
+
+    run(main)
+
+
+def test_a_server_that_is_asked_alone_too_has_one_limit_for_both() -> None:
+    async def main() -> None:
+        bench = Bench(64, Bounds(8), {"rollout": [BOTH], "propose": ["fast"]})
+        assert bench.providers.provider("fast").servers[0] in bench.providers.provider(BOTH).servers
+        assert bench.scheduler.limit == 16
+
+    run(main)
