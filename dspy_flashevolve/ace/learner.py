@@ -250,7 +250,7 @@ class Learner:
     async def validate(self, step: Step, playbook: Playbook, pays: Reservation) -> list[float]:
         """Return the scores of the program with a playbook on the validation set, paid by a reservation."""
         candidate = self.candidate(playbook.render())
-        rollouts = await self._run.evaluate("evaluate", step, self._plain, candidate, self._valset, pays=pays)
+        rollouts = await self._run.evaluate("evaluate", step, self._plain, candidate, self._valset, reservation=pays)
         return [rollout.score for rollout in rollouts]
 
     async def _ask(

@@ -115,7 +115,7 @@ def hook_that_raised(error: BaseException, hooks: Mapping[str, Any]) -> str | No
     ... except LookupError as error: print(hook_that_raised(error, {"component_selector": broken}))
     component_selector: broken
     """
-    members = [(hook, member, _code_of(member)) for hook, given in hooks.items() for member in _members(given)]
+    members = [(hook, member, _code_of(member)) for hook, held in hooks.items() for member in _members(held)]
     found: str | None = None
     trace = error.__traceback__
     while trace is not None:
@@ -145,14 +145,14 @@ def attach_best_program(error: Exception, program: Any) -> None:
         setattr(error, "best_program", program)  # noqa: B010
 
 
-def _members(given: Any) -> list[Any]:
+def _members(hook: Any) -> list[Any]:
     """A strategy, and those that it is put together from (stoppers of a composite), inner ones last."""
-    if given is None:
+    if hook is None:
         return []
-    return [given, *(member for stopper in getattr(given, "stoppers", None) or () for member in _members(stopper))]
+    return [hook, *(member for stopper in getattr(hook, "stoppers", None) or () for member in _members(stopper))]
 
 
-def _code_of(given: Any) -> CodeType | None:
-    while isinstance(given, functools.partial):
-        given = given.func
-    return getattr(getattr(given, "__func__", given), "__code__", None)
+def _code_of(hook: Any) -> CodeType | None:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return getattr(getattr(hook, "__func__", hook), "__code__", None)

@@ -51,9 +51,6 @@ PATIENT_SECONDS = 60.0
 """A rate limit, a timeout or a lost connection says "later" and nothing about the request: it counts as an attempt only
 from this long after the request's first failure. Providers count their limits by the minute; with less than a minute,
 requests that a limit turned away are given up before it is over."""
-RECOVERED, ODD_FACTOR = 256, 3
-"""A request is odd that fails so many times as often as any of the last that failed and were then answered: where a
-limit turns four of five requests away the unluckiest of 256 fails 25 times, and one of a million more than 75 times."""
 ISOLATED_BACKOFF_SECONDS = 2.0
 """Longest backoff of a request that fails while others are answered. Backoff spares a provider in trouble, and this one
 is not: a longer wait only delays the step. Not tuned."""
@@ -364,8 +361,6 @@ class Provider:
         self._outcomes: dict[Attempts, tuple[int, bool]] = {}
         """Request -> its place in the order of ends, and whether it was answered; the latest stand last. The order and
         not the clock, since in virtual time many requests end at one moment."""
-        self._recovered: deque[tuple[float, int]] = deque(maxlen=RECOVERED)
-        """Of the last requests that were answered though they had failed: when, and how often."""
         self._ended = 0
         self._silent_since: float | None = None
         self._failures_in_silence = 0
@@ -401,8 +396,6 @@ class Provider:
     def record_answer(self, request: Attempts) -> None:
         """Record that a request was answered."""
         self._record_outcome(request, answered=True)
-        if request.failures:
-            self._recovered.append((self.providers.clock(), request.failures))
         self._silent_since, self._failures_in_silence = None, 0
 
     def record_failure(self, request: Attempts, failure: Failure) -> None:
@@ -410,8 +403,7 @@ class Provider:
 
         - where the fault may well be the request's alone, unless most others fail, too, since its first failure or,
         where nobody else asked meanwhile, before;
-        - else (a rate limit, say) where others are answered, it was not for :data:`PATIENT_SECONDS`, and it failed
-        far more often than those that were answered at last: else it may only be unlucky with a limit that all meet;
+        - else (a rate limit, say) where most others are answered, and it was not for :data:`PATIENT_SECONDS`;
         - where nothing is waited for any more, or the run can do without the answer.
         """
         now = self.providers.clock()
@@ -427,11 +419,7 @@ class Provider:
         if failure.is_of_request:
             is_own_fault = answers >= failures
         else:
-            usual = max(
-                (failures for when, failures in self._recovered if when >= now - 2 * PATIENT_SECONDS), default=0
-            )
-            is_odd = request.is_isolated and request.failures > ODD_FACTOR * usual
-            is_own_fault = is_odd and now >= request.first_failure_seconds + PATIENT_SECONDS
+            is_own_fault = request.is_isolated and now >= request.first_failure_seconds + PATIENT_SECONDS
         request.counted_failures += is_own_fault or self.providers.is_hurried or self._is_optional
         self._record_outcome(request, answered=False)
         if not request.is_isolated or not since:  # answers to others since then say more about the provider

@@ -509,8 +509,8 @@ class EvolutionRun:
         if not self._rule.admits(self.load()):
             self._waits_for_slots = True
             return None
-        pays = self._reserve()
-        if pays is None:
+        reservation = self._reserve()
+        if reservation is None:
             if not self._live and not self._beside:
                 left, most = self.budget.left, self._most_calls
                 beside = " and the validation of what it finds" if left is not None and left >= most else ""
@@ -520,18 +520,18 @@ class EvolutionRun:
                     "finished",
                 )
             return None
-        self._most_calls = max(self._most_calls, pays.open)
+        self._most_calls = max(self._most_calls, reservation.open)
         number = self._next
         self._next += 1
-        return Step(number, step_rng(number, self.seed), pays)
+        return Step(number, step_rng(number, self.seed), reservation)
 
     def _runs_again(self, recorded: Unfinished) -> Step:
         """A step of an interrupted run: what it needs at most and has not paid is set aside, as far as it goes."""
         assert self.journal is not None
         left, needed = self.budget.left, max(0, self._most_calls - self.journal.paid[recorded.number])
-        pays = self.budget.reserve(needed if left is None else min(left, needed))
-        pays = pays or Reservation(self.budget, 0)
-        step = Step(recorded.number, step_rng(recorded.number, self.seed), pays, recorded.selection)
+        reservation = self.budget.reserve(needed if left is None else min(left, needed))
+        reservation = reservation or Reservation(self.budget, 0)
+        step = Step(recorded.number, step_rng(recorded.number, self.seed), reservation, recorded.selection)
         step.record_version(recorded.version)
         return step
 
@@ -601,8 +601,8 @@ class EvolutionRun:
 
     def _seed(self, seed: int | None) -> int:
         """The seed of the steps' randomness: the same in every session of a run."""
-        kept = None if self.journal is None else self.journal.journal.get_state("seed")
-        seed = kept if seed is None else seed
+        recorded_seed = None if self.journal is None else self.journal.journal.get_state("seed")
+        seed = recorded_seed if seed is None else seed
         seed = random.SystemRandom().getrandbits(64) if seed is None else seed
         if self.journal is not None:
             self.journal.journal.set_state("seed", seed)

@@ -271,9 +271,9 @@ class DspyRun(EvolutionRun):
         split: str = "train",
         traced: bool = True,
         name: str = "",
-        pays: Reservation | None = None,
-        behind: int = 0,
-        granted: OnGranted = lambda: None,
+        reservation: Reservation | None = None,
+        followers: int = 0,
+        on_granted: OnGranted = lambda: None,
     ) -> Rollout:
         """Run a candidate on one example in a slot; an equal rollout in flight is joined, and costs nothing.
 
@@ -281,8 +281,8 @@ class DspyRun(EvolutionRun):
             example_id: tells the examples of ``split`` apart.
             traced: take a trace.
             name: of the candidate. Default: a hash of its texts.
-            pays: for it. Default: what is set aside for the step.
-            behind, granted: see :meth:`Scheduler.run`.
+            reservation: pays for it. Default: what is set aside for the step.
+            followers, on_granted: see :meth:`Scheduler.run`.
 
         Raises:
             RolloutUnresolvedError: the provider gave no answer.
@@ -292,12 +292,12 @@ class DspyRun(EvolutionRun):
             key=RolloutKey(name or hash_of(candidate), split, example_id, traced),
             stage=stage,
             step=step,
-            reservation=step.reservation if pays is None else pays,
+            reservation=step.reservation if reservation is None else reservation,
             make=lambda: runner.rollout(candidate, example, capture_traces=traced),
             written=ProgramRecord(runner.records, candidate, example, traced),
             make_failure=lambda reason: runner.failed_rollout(reason, traced),
-            followers=behind,
-            on_granted=granted,
+            followers=followers,
+            on_granted=on_granted,
         )
         return await self.requests.answer(call)
 
@@ -311,7 +311,7 @@ class DspyRun(EvolutionRun):
         *,
         split: str = "val",
         traced: bool = False,
-        pays: Reservation | None = None,
+        reservation: Reservation | None = None,
     ) -> list[Rollout]:
         """Run a candidate on many examples, as many at once as there are slots for; see :meth:`rollout`.
 
@@ -324,7 +324,7 @@ class DspyRun(EvolutionRun):
             left = count - index - 1
             return await self.rollout(
                 stage, step, runner, candidate, examples[index], index,
-                split=split, traced=traced, pays=pays, behind=left, granted=granted,
+                split=split, traced=traced, reservation=reservation, followers=left, on_granted=granted,
             )  # fmt: skip
 
         return await batch(count, evaluate_one)
