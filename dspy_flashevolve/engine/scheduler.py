@@ -1,9 +1,9 @@
-"""Stage queues and slots: the one way to a provider.
+"""Queues and slots: the one way to a provider.
 
-A request waits in the queue of its stage for a slot; a slot is one request in flight. All stages share the slots, so
+A request waits in a queue for a slot; a slot is one request in flight. All stages share the slots, so
 that none is idle while any request waits. The requests of one step in one stage form a line, and each time that a slot
-comes free :func:`priority`, a pure function, decides between the lines. Below the total an endpoint may have a limit of
-its own, which may change at any time, and a stage a share; lines that wait for one endpoint do not hold up those of
+comes free :func:`priority`, a pure function, decides between the lines. Below the total a queue may have a limit of
+its own, which may change at any time, and a stage a share; lines that wait for one queue do not hold up those of
 another.
 """
 
@@ -76,7 +76,7 @@ class Requester(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageStatistics:
-    """Requests of a stage in its queue, and in slots, now; and the time that its requests have spent in slots."""
+    """Requests of a stage that wait, and that hold slots, now; and the time that its requests have spent in slots."""
 
     waiting: int
     running: int
@@ -88,7 +88,7 @@ class SlotStatistics:
     """How the slots were used so far.
 
     Args:
-        limit, peak: slots that there are, over all endpoints; that were held at once at most.
+        limit, peak: slots that there are, over all queues; that were held at once at most.
         limit_seconds: the number of slots, integrated over the time since the first request. Where a limit falls
             below what is in flight, requests keep their slots, which count as long as they are held.
     """
@@ -255,11 +255,11 @@ def shielded() -> Generator[None, None, None]:
 
 @dataclass(slots=True)
 class _Stage:
-    """A stage's queue, over all of its lines."""
+    """A stage, over all of its lines."""
 
     name: str
     depth: int
-    endpoint: _Endpoint
+    queue: _Queue
     share: int | None = None
     waiting: int = 0
     running: int = 0
@@ -271,7 +271,7 @@ class _Stage:
 
 
 @dataclass(slots=True)
-class _Endpoint:
+class _Queue:
     """The requests of one queue of servers: at most ``limit`` in slots; ``lines`` are those that wait, with their
     priorities."""
 
@@ -305,7 +305,7 @@ class Scheduler:
     Args:
         limit: number of slots, at least 1.
         stages: their names, in the order in which a step passes them: a later one is nearer to a commit.
-        endpoints: stage -> the endpoint that answers its requests; stages that are not named share one.
+        queues: stage -> the queue of the servers that its requests ask; stages that are not named share one.
         on_idle: called each time that a slot comes free for which nobody waits.
         on_visit: told of each visit of a step to a stage, at its end.
 
@@ -317,7 +317,7 @@ class Scheduler:
         self,
         limit: int,
         stages: Sequence[str],
-        endpoints: Mapping[str, str] | None = None,
+        queues: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_idle: Callable[[], None] = lambda: None,
         on_visit: Callable[[StageVisit], None] = lambda visit: None,
@@ -326,10 +326,10 @@ class Scheduler:
         self.clock = clock
         self._on_idle = on_idle
         self._on_visit = on_visit
-        self._endpoints: dict[str, _Endpoint] = {}
-        named = endpoints or {}
+        self._queues: dict[str, _Queue] = {}
+        named = queues or {}
         self._stages = {
-            name: _Stage(name, depth, self._endpoint(named.get(name, ""))) for depth, name in enumerate(stages, start=1)
+            name: _Stage(name, depth, self._queue(named.get(name, ""))) for depth, name in enumerate(stages, start=1)
         }
         self._lines: dict[tuple[str, int], _Line] = {}
         self._busy = self._peak = 0
@@ -337,16 +337,16 @@ class Scheduler:
 
     @property
     def limit(self) -> int:
-        """Number of slots now: the total, or what the endpoints with a limit may have together, if that is less."""
+        """Number of slots now: the total, or what the queues with a limit may have together, if that is less."""
         # A copy, since observers ask from threads of their own.
-        limits = [endpoint.limit for endpoint in list(self._endpoints.values()) if endpoint.limit is not None]
+        limits = [queue.limit for queue in list(self._queues.values()) if queue.limit is not None]
         return min(self._limit, sum(limits)) if limits else self._limit
 
     @property
     def idle(self) -> int:
-        """Number of free slots, at the endpoint that has the fewest."""
-        endpoints = self._endpoints.values()
-        free = [endpoint.limit - endpoint.busy for endpoint in endpoints if endpoint.limit is not None]
+        """Number of free slots, at the queue that has the fewest."""
+        queues = self._queues.values()
+        free = [queue.limit - queue.busy for queue in queues if queue.limit is not None]
         return max(0, min([self._limit - self._busy, *free]))
 
     async def run(
@@ -358,7 +358,7 @@ class Scheduler:
         followers: int = 0,
         on_granted: Callable[[], None] | None = None,
     ) -> T:
-        """Wait in the stage's queue for a slot, and make a request in it. The one way to a provider.
+        """Wait for a slot, and make a request in it. The one way to a provider.
 
         The version and value of ``step`` decide when it is its turn. ``followers`` requests of the same batch come
         once it has its slot, and ``on_granted`` was called; ``call`` may find the slot by :func:`current_slot`.
@@ -376,11 +376,11 @@ class Scheduler:
         finally:
             slot.close()
 
-    def resize(self, limit: int, endpoint: str) -> None:
-        """Let an endpoint have more or fewer slots from now on, at least 1. With fewer, requests that hold a slot keep
+    def resize(self, limit: int, queue: str) -> None:
+        """Let a queue have more or fewer slots from now on, at least 1. With fewer, requests that hold a slot keep
         it."""
         self._count_slots()
-        self._endpoint(endpoint).limit = _checked(limit)
+        self._queue(queue).limit = _checked(limit)
         self._hand_on()
 
     def set_shares(self, shares: Mapping[str, int]) -> None:
@@ -389,9 +389,9 @@ class Scheduler:
             self._stages[name].share = _checked(slots)
         self._hand_on()
 
-    def take_pressure(self, endpoint: str) -> bool:
-        """Return whether a request waited for this endpoint's own limit since this was last called."""
-        asked = self._endpoint(endpoint)
+    def take_pressure(self, queue: str) -> bool:
+        """Return whether a request waited for this queue's own limit since this was last called."""
+        asked = self._queue(queue)
         is_full = asked.is_full and bool(asked.lines)
         was_full, asked.was_full = asked.was_full or is_full, False
         return was_full
@@ -404,8 +404,8 @@ class Scheduler:
         }
         return SlotStatistics(self._limit, self._peak, self._all_limit_seconds(), stages)
 
-    def _endpoint(self, endpoint: str) -> _Endpoint:
-        return self._endpoints.setdefault(endpoint, _Endpoint())
+    def _queue(self, queue: str) -> _Queue:
+        return self._queues.setdefault(queue, _Queue())
 
     def _line(self, stage: str, step: Requester) -> _Line:
         line = self._lines.get((stage, step.number))
@@ -417,14 +417,14 @@ class Scheduler:
 
     async def enter(self, line: _Line, followers: int) -> None:
         """Wait until a request of the line has a slot."""
-        stage, endpoint = line.stage, line.stage.endpoint
+        stage, queue = line.stage, line.stage.queue
         if not line.held and not line.waiting:  # its last request may have left while this one waited for nothing
             self._lines[stage.name, line.step.number] = line
         line.followers = followers
-        if self._busy < self._limit and not endpoint.is_full and not stage.is_full:
+        if self._busy < self._limit and not queue.is_full and not stage.is_full:
             self._grant(line)  # nobody waits for a free slot: it would have been handed on at once
             return
-        endpoint.was_full = endpoint.was_full or endpoint.is_full
+        queue.was_full = queue.was_full or queue.is_full
         future = asyncio.get_running_loop().create_future()
         line.waiting.append(future)
         stage.waiting += 1
@@ -453,7 +453,7 @@ class Scheduler:
         stage.running += 1
         self._busy += 1
         self._peak = max(self._peak, self._busy)
-        stage.endpoint.busy += 1
+        stage.queue.busy += 1
 
     def leave(self, line: _Line, since: float) -> None:
         """Take back a slot that a request of the line has held since then."""
@@ -463,7 +463,7 @@ class Scheduler:
         stage.served_seconds += now - since
         self._count_slots()
         self._busy -= 1
-        stage.endpoint.busy -= 1
+        stage.queue.busy -= 1
         if line.waiting:
             self._place(line)
         self._forget(line)
@@ -479,12 +479,12 @@ class Scheduler:
         line.queued, line.began = self.clock(), math.nan  # a request that has given its slot back may come back
 
     def _place(self, line: _Line) -> None:
-        """Put a line among those that wait for its endpoint, in its place by now; or take it out."""
+        """Put a line among those that wait for its queue, in its place by now; or take it out."""
         if not line.waiting:
-            line.stage.endpoint.lines.pop(line, None)
+            line.stage.queue.lines.pop(line, None)
             return
         step, requests = line.step, line.held + len(line.waiting) + line.followers
-        line.stage.endpoint.lines[line] = priority(
+        line.stage.queue.lines[line] = priority(
             line.stage.depth, step.value, step.version, requests, line.held, step.number, max(1, self._limit // 2)
         )
 
@@ -507,9 +507,9 @@ class Scheduler:
         """The line whose request gets the next slot; None where no request can have one."""
         waiting = [
             (key, line)
-            for endpoint in self._endpoints.values()
-            if not endpoint.is_full
-            for line, key in endpoint.lines.items()
+            for queue in self._queues.values()
+            if not queue.is_full
+            for line, key in queue.lines.items()
             if not line.stage.is_full
         ]
         return min(waiting, key=itemgetter(0), default=(None, None))[1]
