@@ -21,12 +21,12 @@ from dspy_flashevolve.engine.scheduler import (
 )
 from tests.engine.stepped import STAGES, Asker, Stepped, settle, stepped
 
-ENDPOINTS = {"rollout": "task", "screen": "task", "validate": "task", "propose": "reflection"}
+QUEUES = {"rollout": "task", "screen": "task", "validate": "task", "propose": "reflection"}
 
 
-def busy_at(scheduler: Scheduler, endpoint: str) -> int:
-    """Slots held now by requests of one endpoint."""
-    return scheduler._endpoint(endpoint).busy
+def busy_at(scheduler: Scheduler, queue: str) -> int:
+    """Slots held now by requests of one queue."""
+    return scheduler._queue(queue).busy
 
 
 # The limits
@@ -55,9 +55,9 @@ async def act(on: Stepped, action: Any, limits: dict[str, int], shares: dict[str
             held[which % len(held)].pause.set()
         case ("resume", which) if paused := on.of("paused"):
             paused[which % len(paused)].go_on.set()
-        case ("resize", endpoint, limit):
-            limits[endpoint] = limit
-            on.scheduler.resize(limit, endpoint)
+        case ("resize", queue, limit):
+            limits[queue] = limit
+            on.scheduler.resize(limit, queue)
         case ("share", stage, share):
             shares[stage] = share
             on.scheduler.set_shares({stage: share})
@@ -76,12 +76,12 @@ def test_no_limit_is_exceeded_by_a_grant_and_no_slot_that_somebody_may_have_is_f
     def within() -> None:
         stages = on.scheduler.statistics().stages
         assert sum(one.running for one in stages.values()) <= total
-        for endpoint, limit in limits.items():
-            assert busy_at(on.scheduler, endpoint) <= limit
+        for queue, limit in limits.items():
+            assert busy_at(on.scheduler, queue) <= limit
         for stage, share in shares.items():
             assert stages[stage].running <= share
 
-    on = Stepped(total, within, endpoints=ENDPOINTS)
+    on = Stepped(total, within, queues=QUEUES)
 
     async def main() -> None:
         for action in actions:
@@ -89,7 +89,7 @@ def test_no_limit_is_exceeded_by_a_grant_and_no_slot_that_somebody_may_have_is_f
             seen = on.scheduler.statistics()
             assert seen.busy == len(on.of("held"))
             for name, one in seen.stages.items():
-                full = busy_at(on.scheduler, ENDPOINTS[name]) >= limits.get(ENDPOINTS[name], total)
+                full = busy_at(on.scheduler, QUEUES[name]) >= limits.get(ENDPOINTS[name], total)
                 assert seen.busy >= total or full or one.running >= shares.get(name, total) or not one.waiting
         await on.end_all()
 
@@ -129,7 +129,7 @@ def test_validations_do_not_share_the_more_valuable_one_ends_first() -> None:
 
 
 def test_shrinking_lets_holders_finish_and_growing_hands_on_at_once() -> None:
-    on = Stepped(8, endpoints=ENDPOINTS)
+    on = Stepped(8, queues=QUEUES)
 
     async def main() -> None:
         await on.ask("screen", 1, 7)
