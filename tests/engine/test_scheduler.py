@@ -89,7 +89,7 @@ def test_no_limit_is_exceeded_by_a_grant_and_no_slot_that_somebody_may_have_is_f
             seen = on.scheduler.statistics()
             assert seen.busy == len(on.of("held"))
             for name, one in seen.stages.items():
-                full = busy_at(on.scheduler, QUEUES[name]) >= limits.get(ENDPOINTS[name], total)
+                full = busy_at(on.scheduler, QUEUES[name]) >= limits.get(QUEUES[name], total)
                 assert seen.busy >= total or full or one.running >= shares.get(name, total) or not one.waiting
         await on.end_all()
 
