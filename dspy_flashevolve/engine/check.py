@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspy_flashevolve.engine.journal import BEFORE_STEPS, TRACE_UNREADABLE, hash_of, id_text, reading
 from dspy_flashevolve.engine.redaction import REDACTED
+from dspy_flashevolve.engine.store import BEFORE_STEPS, TRACE_UNREADABLE, hash_of, id_text, reading
 
 Rows = Callable[[str], list[sqlite3.Row]]
 

@@ -1,7 +1,7 @@
 """Rollouts and other requests: each gets a slot, is retried outside of it, is paid once, and is written down.
 
-A rollout's metric call is settled against a reservation. Equal rollouts in flight are made once, and what the journal
-has from an interrupted run is not made again. Other requests (a reflection, a repair) cost no metric call. Code inside
+A rollout's metric call is settled against a reservation. Equal rollouts in flight are made once, and what the Store
+has of an interrupted run is not made again. Other requests (a reflection, a repair) cost no metric call. Code inside
 a rollout reports to the run that its metric is called, before it is: it may run in a thread, or in another process.
 """
 
@@ -18,11 +18,11 @@ import anyio
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import FlashEvolveError, NoLongerWantedError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, ExampleGivenUp, RequestFinished, RolloutFinished, RolloutTimedOut
-from dspy_flashevolve.engine.journal import Rollout, RolloutKey, RunJournal
 from dspy_flashevolve.engine.loop import check_main_thread, collecting_errors
 from dspy_flashevolve.engine.retries import TrackedRequest
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, current_slot
 from dspy_flashevolve.engine.steps import Reservation, Step, StepEnded
+from dspy_flashevolve.engine.store import Rollout, RolloutKey, Store
 from dspy_flashevolve.engine.texts import logger_named
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ class RolloutRecord(Protocol):
         ...
 
     def read(self, row: Any) -> Rollout | None:
-        """The rollout in a row of the journal; None where what was kept is not enough."""
+        """The rollout in a row of the Store; None where what was kept is not enough."""
         ...
 
 
@@ -204,7 +204,7 @@ class Rollouts:
         timeout_seconds: an attempt at a rollout that takes longer, from the grant of its slot, is cancelled and
             counts as a :class:`TransientError`; time in which it has given its slot back does not count. A program in a
             thread is left behind, and a metric there is waited for. None for no bound.
-        journal: where rollouts and replies are written down; None for nowhere.
+        store: where rollouts and replies are written down.
     """
 
     def __init__(
@@ -212,10 +212,10 @@ class Rollouts:
         scheduler: Scheduler,
         bus: EventBus,
         endpoints: Endpoints,
+        store: Store,
         *,
         single_flight: bool = True,
         timeout_seconds: float | None = None,
-        journal: RunJournal | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.bus = bus
@@ -223,7 +223,7 @@ class Rollouts:
         self.clock = scheduler.clock
         self._single_flight = single_flight
         self.timeout_seconds = timeout_seconds
-        self.journal = journal
+        self.store = store
         self._flights: dict[RolloutKey, _Flight] = {}
         self._awaited: dict[int, list[_Flight]] = {}
         """Number of a step -> the requests that it waits for."""
@@ -251,10 +251,10 @@ class Rollouts:
         Raises:
             RolloutUnresolvedError: the provider gave no answer.
         """
-        journal = self.journal
+        store = self.store
         _mark_requested(step)
-        if journal is not None and record is not None:
-            reply = journal.find_reply(step.number, stage, record.position)
+        if record is not None:
+            reply = store.find_reply(step.number, stage, record.position)
             answer = None if reply is None else record.read(reply)
             if answer is not None:
                 return answer
@@ -280,8 +280,8 @@ class Rollouts:
                 now, cost = self.clock(), cost_of(answer)
                 amounts = cost.tokens, cost.cost_dollars, cost.error
                 self.bus.emit(RequestFinished(now, step.number, stage, now - began, *amounts))
-            if journal is not None and record is not None and (text := record.write(answer)) is not None:
-                journal.record_reply(step.number, stage, record.position, text, cost.tokens, cost.cost_dollars)
+            if store.is_durable and record is not None and (text := record.write(answer)) is not None:
+                store.record_reply(step.number, stage, record.position, text, cost.tokens, cost.cost_dollars)
             return answer
 
         return await self._retry(_Flight(), stage, step, attempt)
@@ -313,8 +313,8 @@ class Rollouts:
             RolloutUnresolvedError: the provider gave no answer.
         """
         _mark_requested(step)
-        if self.journal is not None and record is not None:
-            paid_rollout = self.journal.find_rollout(key, step.number, record.read)
+        if record is not None:
+            paid_rollout = self.store.find_rollout(key, step.number, record.read)
             if paid_rollout is not None:
                 return paid_rollout
         shared = replace(key, traced=True)  # the LMs are asked the same with a trace and without
@@ -508,19 +508,19 @@ class _RolloutAttempts:
         raise self._end_late(clock() - self.began, attempt)
 
     async def record_metric_call(self) -> None:
-        """Write the metric's call into the journal."""
+        """Write the metric's call into the Store."""
         self.metric_began = True
-        if self.rollouts.journal is not None and self.call_number is None:
-            with anyio.CancelScope(shield=True):  # a call that is made must be in the journal, whatever comes
-                number = self.rollouts.journal.record_call(self.stage, self.step.number)
-                await self.rollouts.journal.journal.flush()
+        if self.call_number is None:
+            with anyio.CancelScope(shield=True):  # a call that is made must be in the Store, whatever comes
+                number = self.rollouts.store.record_call(self.stage, self.step.number)
+                await self.rollouts.store.flush()
                 self.call_number = number
 
     def retract_metric_call(self) -> None:
         """Take the metric's call back, since it was not made after all."""
         self.metric_began = False
-        if self.rollouts.journal is not None and self.call_number is not None:
-            self.rollouts.journal.record_call(self.stage, self.step.number, -1)
+        if self.call_number is not None:
+            self.rollouts.store.record_call(self.stage, self.step.number, -1)
             self.call_number = None
 
     def record_wasted_cost(self, tokens: int, cost_dollars: float) -> None:
@@ -532,16 +532,16 @@ class _RolloutAttempts:
     def _settle(self) -> None:
         """Count the metric's call as the step's."""
         self.reservation.settle()
-        if self.rollouts.journal is not None and self.call_number is None:
-            self.call_number = self.rollouts.journal.record_call(self.stage, self.step.number)
+        if self.call_number is None:
+            self.call_number = self.rollouts.store.record_call(self.stage, self.step.number)
 
     def _finish(self, rollout: Rollout, seconds: float) -> Rollout:
         """Pay the rollout, write it down and tell the observers."""
         self._settle()
         rollouts, stage, number = self.rollouts, self.stage, self.step.number
-        if self.rollouts.journal is not None and self.record is not None:
+        if rollouts.store.is_durable and self.record is not None:
             assert self.call_number is not None
-            self.rollouts.journal.record_rollout(
+            rollouts.store.record_rollout(
                 self.key, stage, number, rollout, self.record.write(rollout), seconds, self.call_number
             )
         rollouts.bus.emit(

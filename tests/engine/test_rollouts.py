@@ -36,6 +36,7 @@ from dspy_flashevolve.engine.rollouts import (
 )
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.engine.steps import Budget, EndKind, Reservation, StepEnded
+from dspy_flashevolve.engine.store import Store
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import STAGES, Asker
@@ -63,7 +64,7 @@ class Bench:
         endpoints = Endpoints(
             {stage: ["e"] for stage in STAGES}, None, self.scheduler, bus, now, retry, random.Random(0)
         )
-        self.rollouts = Rollouts(self.scheduler, bus, endpoints, **options)
+        self.rollouts = Rollouts(self.scheduler, bus, endpoints, Store(), **options)
 
     def reserved(self, calls: int = 1) -> Reservation:
         reservation = self.budget.reserve(calls)

@@ -28,6 +28,7 @@ from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler
+from dspy_flashevolve.engine.store import Store
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.servers import account_of, endpoint_of
@@ -60,7 +61,7 @@ class Run:
         endpoints = Endpoints(asked, adaptive, scheduler, bus, loop.time, retry, random.Random(0))
         models = LanguageModels(endpoints)
         models.attach(loop)
-        return cls(scheduler, models, Rollouts(scheduler, bus, endpoints), Threads(64, "test"), events)
+        return cls(scheduler, models, Rollouts(scheduler, bus, endpoints, Store()), Threads(64, "test"), events)
 
     async def ask(self, lm: Any, question: str, asynchronous: bool = True) -> str:
         """One rollout of one question."""
