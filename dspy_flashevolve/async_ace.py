@@ -26,7 +26,7 @@ from dspy_flashevolve.engine.provider import OUTAGE_SECONDS
 from dspy_flashevolve.engine.run import Schedule
 from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.observe.statistics import AceStats
-from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
+from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_store
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.run import with_compile_events
 from dspy_flashevolve.programs.settings import RunSettings, check_data, settings_of
@@ -267,8 +267,8 @@ class AsyncACE(Teleprompter):
         order = "as given" if self.schedule == "lockstep" else "shuffled"
         parts |= {"attach": repr(names), "seed": repr(self.seed), "order of the samples (by schedule)": order}
         lms = [dspy.settings.lm, self.reflector_lm, self.curator_lm, *(predictor.lm for _, predictor in predictors)]
-        with open_journal(self.log_dir, type(self).__qualname__, vars(self), parts, lms) as journal:
-            self._run = AceRun(self._settings(), student, names, first, list(trainset), scored_on, journal=journal)
+        with open_store(self.log_dir, type(self).__qualname__, vars(self), parts, lms) as store:
+            self._run = AceRun(self._settings(), student, names, first, list(trainset), scored_on, store=store)
         return self._run
 
     def _online_run(self, student: Module, stream: Any, window: int, playbook: Playbook | None) -> AceRun:

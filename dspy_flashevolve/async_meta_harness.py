@@ -11,16 +11,16 @@ import dspy
 from dspy.teleprompt.teleprompt import Teleprompter
 
 from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError, check_counts
-from dspy_flashevolve.engine.journal import FILE
 from dspy_flashevolve.engine.provider import OUTAGE_SECONDS
 from dspy_flashevolve.engine.run import Schedule
+from dspy_flashevolve.engine.store import FILE
 from dspy_flashevolve.harness.archive import Cost, Evaluated, Failed, context_tokens
 from dspy_flashevolve.harness.evaluating import HarnessSettings, task_of, texts_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import DIRECTIONS, Directions
 from dspy_flashevolve.harness.run import HarnessRun
 from dspy_flashevolve.observe.statistics import RunStats
-from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
+from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_store
 from dspy_flashevolve.programs.run import DspyRun, with_compile_events
 from dspy_flashevolve.programs.settings import RunSettings, settings_of
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Limits
@@ -206,7 +206,7 @@ class AsyncMetaHarness(Teleprompter):
         parts = fingerprints_of(dspy.Predict(task.signature), seed, *data, self.metric)
         parts["cost"] = getattr(self.cost, "__qualname__", type(self.cost).__qualname__)
         name, lms = type(self).__qualname__, [self.proposer_lm, task.lm, dspy.settings.lm]
-        with open_journal(self.log_dir, name, vars(self), parts, lms) as journal:
+        with open_store(self.log_dir, name, vars(self), parts, lms) as store:
             run = DspyRun(
                 name="AsyncMetaHarness",
                 stages={
@@ -215,7 +215,7 @@ class AsyncMetaHarness(Teleprompter):
                     "evaluate": [task.lm],
                 },
                 settings=settings_of(RunSettings, self),
-                journal=journal,
+                store=store,
             )
             return HarnessRun(settings, run, task, sandbox)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RunDirectoryError
-from dspy_flashevolve.engine.journal import FILE, LOCK, is_in_use
+from dspy_flashevolve.engine.store import FILE, LOCK, is_in_use
 from dspy_flashevolve.engine.texts import printable
 from dspy_flashevolve.observe import terminal
 from dspy_flashevolve.observe.analysis import RunTotals, totals_of

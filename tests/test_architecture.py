@@ -54,7 +54,7 @@ ASSIGNED = {
     ("connection", "row_factory"): "sqlite3's way to name columns",
     ("_executor", "_max_workers"): "the standard library's executor has no other way to grow",
     ("budget", "spent"): "a run that goes on has spent what its checkpoint says",
-    ("journal", "spent"): "the same",
+    ("store", "spent"): "the same",
     ("_writer", "playbook"): "a run that goes on has the playbook that its journal says",
     ("counts", "*"): "counters",
     ("counters", "*"): "counters",

@@ -11,9 +11,9 @@ from dspy.primitives.module import Module
 
 from dspy_flashevolve.ace.operations import Operation, parse_operations, parse_tags
 from dspy_flashevolve.ace.playbook import CountTokens, Playbook, Tag, attached, line_of
-from dspy_flashevolve.engine.journal import hash_of
 from dspy_flashevolve.engine.requests import Rollout
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
+from dspy_flashevolve.engine.store import hash_of
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.observe.statistics import Problem
 from dspy_flashevolve.programs.building import copy_of
@@ -183,10 +183,8 @@ class Learner:
         # An attempt is named after its sample's first playbook; what it was shown since stands beside the example.
         name = hash_of(self.candidate(sample.playbook.render()))
         example = (sample.index, step.number, len(sample.attempts), hash_of({"shown": text})[:8])
-        if run.journal is not None:
-            unpaid = run.journal.count_missing(step.number, name, "train", [example], needs_trace=True)
-            if not step.reservation.cover(unpaid):
-                raise StepEnded(EndKind.CANCELLED, "the budget does not pay its next attempt")
+        if not step.reservation.cover(run.store.count_missing(step.number, name, "train", [example], needs_trace=True)):
+            raise StepEnded(EndKind.CANCELLED, "the budget does not pay its next attempt")
         rollout = await run.rollout("rollout", step, self._training, candidate, sample.example, example, name=name)
         has_labels = isinstance(sample.example, dspy.Example) and not self._settings.no_ground_truth
         labels = dict(sample.example.labels()) if has_labels else {}

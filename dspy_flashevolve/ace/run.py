@@ -28,8 +28,8 @@ from dspy_flashevolve.ace.playbook import Playbook
 from dspy_flashevolve.ace.snapshots import Snapshots
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Committed
-from dspy_flashevolve.engine.journal import BEFORE_STEPS, RunJournal, hash_of, id_text, reporting_damage
 from dspy_flashevolve.engine.steps import End, EndKind, Load, NothingToDoError, Reservation, Step
+from dspy_flashevolve.engine.store import BEFORE_STEPS, Store, hash_of, id_text, reporting_damage
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.observe.statistics import AceStats, RunStats, SnapshotRecord, WindowRecord
 from dspy_flashevolve.programs.run import DspyRun
@@ -63,9 +63,9 @@ class AceRun:
         *,
         stream: Any = None,
         window: int = 1,
-        journal: RunJournal | None = None,
+        store: Store | None = None,
     ) -> None:
-        self._settings, self._journal = settings, journal
+        self._settings = settings
         self._student, self._names, self._valset = student, names, valset
         modules: dict[str, tuple[Module, Any]] = {
             "reflect": (settings.reflector, settings.reflector_lm),
@@ -79,8 +79,9 @@ class AceRun:
             name="AsyncACE",
             stages={"rollout": [student], **lms, "evaluate": [student]},
             settings=settings.run,
-            journal=journal,
+            store=store,
         )
+        self._store = self.run.store
         self._writer = PlaybookWriter(playbook, settings.token_budget, settings.count_tokens)
         self._learner = Learner(self.run, settings, modules, student, names, valset or ())
         in_order = settings.run.schedule == "lockstep"
@@ -142,9 +143,8 @@ class AceRun:
             raise error from (raised.__cause__ if error is raised else raised)
 
     async def _evolve(self) -> None:
-        if self._journal is not None:
-            with reporting_damage(self._journal.journal.path):
-                await self._resume(self._journal)
+        with reporting_damage(self._store.path):
+            await self._resume(self._store)
         self.has_begun = True
         if self._valset is not None:
             await self.snapshots.begin(self._first)
@@ -194,19 +194,18 @@ class AceRun:
         end = self._apply(step, sample, lesson)
         if self._valset is not None:
             await self.snapshots.after_sample(self._writer.playbook, self._writer.counts.samples)
-        if self._journal is not None:
-            await self._journal.journal.flush()
+        await self._store.flush()
         return end
 
     async def _select(self, step: Step) -> Sample:
         """Take the step's example with the newest playbook; a step that runs again has the playbook that it had."""
         sample = await self._data.take(step.number, lambda: self._writer.playbook)
-        selection, journal = step.recorded, self._journal
-        if journal is not None and selection is None:
-            candidate = journal.record_candidate(self._learner.candidate(sample.playbook.render()))
+        selection, store = step.recorded, self._store
+        if selection is None:
+            candidate = store.record_candidate(self._learner.candidate(sample.playbook.render()))
             selection = {"example": sample.index, "playbook": candidate, "version": sample.playbook.version}
-        elif journal is not None:
-            playbook = self._learner.playbook_of(journal.texts[selection["playbook"]], selection["version"])
+        else:
+            playbook = self._learner.playbook_of(store.texts[selection["playbook"]], selection["version"])
             sample = replace(sample, playbook=playbook)
         self.run.begin(step, sample.playbook.version, selection=selection)
         return sample
@@ -253,11 +252,9 @@ class AceRun:
 
     def _unpaid_rollouts(self, playbook: Playbook) -> int:
         """Return how many rollouts of a playbook's validation the journal does not have yet."""
-        examples = range(len(self._valset or ()))
-        if self._journal is None:
-            return len(examples)
         candidate = hash_of(self._learner.candidate(playbook.render()))
-        return self._journal.count_missing(BEFORE_STEPS, candidate, "val", examples, traced=False)
+        examples = range(len(self._valset or ()))
+        return self._store.count_missing(BEFORE_STEPS, candidate, "val", examples, traced=False)
 
     async def _validate(self, playbook: Playbook, pays: Reservation) -> SnapshotRecord | None:
         """Score a playbook on the validation set; return None where the provider gave no answer."""
@@ -278,12 +275,11 @@ class AceRun:
         behind = self._writer.playbook.version - version
         change = (version, behind, number, score, best, version)
         self.run.bus.emit(Committed(self.run.clock(), BEFORE_STEPS, *change))
-        if self._journal is not None:
-            texts = self._learner.candidate(playbook.render())
-            by_example = {id_text(example): example_score for example, example_score in enumerate(scores)}
-            more = {"playbook": playbook.to_dict(), "seconds": snapshot.seconds, "tokens": tokens}
-            self._journal.record_commit(BEFORE_STEPS, number, version, texts, [], by_example, score, more)
-            await self._journal.journal.flush()
+        texts = self._learner.candidate(playbook.render())
+        by_example = {id_text(example): example_score for example, example_score in enumerate(scores)}
+        more = {"playbook": playbook.to_dict(), "seconds": snapshot.seconds, "tokens": tokens}
+        self._store.record_commit(BEFORE_STEPS, number, version, texts, [], by_example, score, more)
+        await self._store.flush()
         return snapshot
 
     def _roll_back_from(self, playbook: Playbook, scores: Sequence[float]) -> None:
@@ -309,34 +305,31 @@ class AceRun:
 
     def _write_playbook(self) -> None:
         """Write the playbook, its counters and the applied steps to the journal."""
-        if self._journal is None:
-            return
         state = {"applied": list(self._applied.items()), "seconds": self._seconds()}
-        self._journal.journal.set_state("playbook", {**self._writer.to_dict(), **state})
+        self._store.set_state("playbook", lambda: {**self._writer.to_dict(), **state})
 
     def _write_snapshots(self) -> None:
         """Write to the journal which playbooks are still to be validated."""
-        if self._journal is not None:
-            self._journal.journal.set_state("snapshots", [playbook.to_dict() for playbook in self.snapshots.open])
+        self._store.set_state("snapshots", lambda: [playbook.to_dict() for playbook in self.snapshots.open])
 
-    async def _resume(self, journal: RunJournal) -> None:
+    async def _resume(self, store: Store) -> None:
         """Go on from the state in the journal. Steps that were applied without their end being written get it now."""
-        log = journal.journal
-        first, state, snapshots = log.get_state("first"), log.get_state("playbook"), log.get_state("snapshots") or []
+        first, state = store.get_state("first"), store.get_state("playbook")
+        snapshots = store.get_state("snapshots") or []
         if first is None:
-            log.set_state("first", self._first.to_dict())
+            store.set_state("first", self._first.to_dict)
         else:
             self._first = self._writer.playbook = Playbook.from_dict(first)
         if state is not None:
             self._writer.restore(state)
             self._seconds_before = state["seconds"]
-            endless = log.rows("SELECT number FROM steps WHERE number NOT IN (SELECT step FROM ends)")
+            endless = store.rows("SELECT number FROM steps WHERE number NOT IN (SELECT step FROM ends)")
             for number, kind in state["applied"]:
                 if any(row["number"] == number for row in endless):
-                    journal.record_end(number, kind, "it was applied when the run was killed", before=True)
-            await log.flush()
+                    store.record_end(number, kind, "it was applied when the run was killed", before=True)
+            await store.flush()
         scored: dict[Playbook, SnapshotRecord] = {}
-        for row in log.rows("SELECT score, scores, more FROM commits ORDER BY candidate_index"):
+        for row in store.rows("SELECT score, scores, more FROM commits ORDER BY candidate_index"):
             more = json.loads(row["more"])
             book = Playbook.from_dict(more["playbook"])
             self._scores[book.version] = list(json.loads(row["scores"]).values())
@@ -345,8 +338,8 @@ class AceRun:
         self.snapshots.restore(scored, [Playbook.from_dict(data) for data in snapshots])
         if self._writer.rolled_back_version:
             self.snapshots.skip(self._writer.rolled_back_version)
-        self._next = journal.last_step + 1
-        journal.load_unfinished(seeded=False)
+        self._next = store.last_step + 1
+        store.load_unfinished(seeded=False)
 
     # The result, during the run and at its end.
 

@@ -8,10 +8,9 @@ import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dspy_flashevolve.engine.journal import BEFORE_STEPS, TRACE_UNREADABLE, hash_of, id_text, reading
 from dspy_flashevolve.engine.redaction import REDACTED
+from dspy_flashevolve.engine.store import BEFORE_STEPS, TRACE_UNREADABLE, hash_of, id_text, reading
 
 Rows = Callable[[str], list[sqlite3.Row]]
 
@@ -32,11 +31,44 @@ PAID_TWICE = f"""
 """Rollouts finished in an earlier session, for work that was not, and again. A trace that JSON could not hold, or that
 can be read no more, is paid again when it is still needed, which that of a validation is not; docs/journal.md. In
 lockstep an example that stands twice in a minibatch is run twice, as in dspy.GEPA: there the rows do not tell."""
-KEEPS_TEXTS = """
+KEEPS_TEXTS = """EXISTS (
     SELECT 1 FROM rollouts WHERE step >= 0 AND candidate IN (SELECT hash FROM candidates)
-        AND candidate NOT IN (SELECT candidate FROM commits) LIMIT 1"""
+        AND candidate NOT IN (SELECT candidate FROM commits))"""
 """Whether the loop writes down the text of whatever its steps run, as one does that has it of a candidate without a
 commit: other loops name what they run as they like, and write down what they commit."""
+_NAMED = "SELECT '{0} row ' || id || ' names {1} ' || {1} || ', which is not there' FROM {0} WHERE {1} NOT IN ({2})"
+_CANDIDATES, _STEPS = "SELECT hash FROM candidates", "SELECT number FROM steps"
+PROBLEMS = (
+    # Rows that name what is not there.
+    _NAMED.format("rollouts", "call", "SELECT id FROM calls"),
+    _NAMED.format("commits", "candidate", _CANDIDATES),
+    _NAMED.format("ends", "step", _STEPS),
+    _NAMED.format("replies", "step", f"{_STEPS} UNION SELECT {BEFORE_STEPS}"),
+    _NAMED.format("rollouts", "candidate", f"{_CANDIDATES} UNION SELECT candidate FROM rollouts WHERE step < 0")
+    + f" AND {KEEPS_TEXTS}",
+    "SELECT COUNT(*) || ' rollouts were paid by one metric call, number ' || call FROM rollouts "
+    "GROUP BY call HAVING COUNT(*) > 1",
+    # Commits out of order: the first that is. The seed is a commit of some loops.
+    """SELECT * FROM (SELECT 'commit ' || place || ' is candidate ' || candidate_index FROM (
+        SELECT candidate_index, ROW_NUMBER() OVER (ORDER BY candidate_index) - 1
+            + MIN(1, (SELECT MIN(candidate_index) FROM commits)) AS place FROM commits)
+    WHERE candidate_index <> place ORDER BY place LIMIT 1)""",
+    # Calls beyond the budget. In lockstep it is spent as dspy.GEPA spends it; another program knows of no budget.
+    """SELECT spent || ' metric calls were made, ' || allowed || ' were allowed' FROM (
+        SELECT SUM(SUM(c.calls)) OVER (ORDER BY s.id) AS spent, SUM(c.stage = 'elsewhere') AS elsewhere,
+            json_extract(s.settings, '$.max_metric_calls') AS allowed,
+            json_extract(s.settings, '$.schedule') AS schedule
+        FROM calls c JOIN sessions s ON s.id = c.session GROUP BY s.id)
+    WHERE spent > allowed AND schedule IS NOT 'lockstep' AND NOT elsewhere""",
+    # Steps that a finished session left behind.
+    """SELECT 'step ' || number || ' has no end, although session ' || session || ' came to its end'
+    FROM steps JOIN session_ends s ON s.id = session
+    WHERE session = (SELECT MAX(id) FROM sessions) AND s.state IN ('finished', 'stopped')
+        AND number NOT IN (SELECT step FROM ends)""",
+)
+"""Queries that find nothing in a good journal, and else sentences."""
+MOST_SHOWN = 3
+"""Problems of one kind that are shown, as many as help to find the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +86,20 @@ def check(directory: str | Path) -> CheckReport:
         RunDirectoryError: there is no journal, or it cannot be read at all.
     """
     with reading(directory) as rows:
-        keeps = bool(rows(KEEPS_TEXTS))
-        problems = [
-            *_unknown_references(rows, keeps),
-            *_wrong_commits(rows, keeps),
-            *_wrong_counts(rows),
-            *_wrong_texts(rows),
-            *_wrong_ends(rows),
+        problems = [row[0] for query in PROBLEMS for row in rows(f"{query} LIMIT {MOST_SHOWN}")]
+        twice = [
+            f"rollout {row['id']} (step {row['step']}, {row['stage']}, example {row['example']}) was paid twice"
+            for row in rows(PAID_TWICE)
         ]
-        return CheckReport(_summary(rows), problems)
+        problems += twice[:MOST_SHOWN]
+        if len(twice) > MOST_SHOWN:
+            problems.append(f"{len(twice) - MOST_SHOWN} more rollouts were paid twice")
+        problems += [
+            f"the texts of candidate {row['hash']} are not those that it was named after"
+            for row in rows("SELECT hash, texts FROM candidates")
+            if hash_of(json.loads(row["texts"])) != row["hash"] and REDACTED not in row["texts"]
+        ][:MOST_SHOWN]
+        return CheckReport(_summary(rows), problems + _wrong_scores(rows))
 
 
 def _summary(rows: Rows) -> list[str]:
@@ -85,102 +122,30 @@ def _summary(rows: Rows) -> list[str]:
     ]
 
 
-def _unknown_references(rows: Rows, keeps_texts: bool) -> list[str]:
-    """Rows that name what is not there."""
-    found: list[str] = []
-    candidates, steps = "SELECT hash FROM candidates", "SELECT number FROM steps"
-    references = [
-        ("rollouts", "call", "SELECT id FROM calls"),
-        ("commits", "candidate", candidates),
-        ("ends", "step", steps),
-        ("replies", "step", f"{steps} UNION SELECT {BEFORE_STEPS}"),
-    ]
-    if keeps_texts:
-        beside = "SELECT candidate FROM rollouts WHERE step < 0"
-        references.append(("rollouts", "candidate", f"{candidates} UNION {beside}"))
-    for table, column, known in references:
-        for row in rows(f"SELECT id, {column} AS name FROM {table} WHERE {column} NOT IN ({known}) LIMIT 3"):
-            found.append(f"{table} row {row['id']} names {column} {row['name']}, which is not there")
-    for row in rows("SELECT call, COUNT(*) AS n FROM rollouts GROUP BY call HAVING n > 1 LIMIT 3"):
-        found.append(f"{row['n']} rollouts were paid by one metric call, number {row['call']}")
-    return found
-
-
-def _wrong_commits(rows: Rows, keeps_texts: bool) -> list[str]:
-    """Commits out of order, or with scores that no rollout gave."""
-    found: list[str] = []
-    commits = rows("SELECT * FROM commits ORDER BY candidate_index")
-    first = min(1, commits[0]["candidate_index"]) if commits else 1  # the seed is a commit of some loops
-    for place, row in enumerate(commits, start=first):
-        if row["candidate_index"] != place:
-            found.append(f"commit {place} is candidate {row['candidate_index']}")
-            break
-    given: dict[tuple[str, str], set[float]] = {}
+def _wrong_scores(rows: Rows) -> list[str]:
+    """Commits with scores that no rollout gave, where the loop scores its commits by rollouts."""
+    scores_of: dict[tuple[str, str], set[float]] = {}
     # In lockstep gepa's own cache, where it is on, does not tell training from validation examples.
     for row in rows(
         "SELECT r.candidate, r.example, r.score FROM rollouts r JOIN sessions s ON s.id = r.session "
         "WHERE r.split = 'val' OR json_extract(s.settings, '$.schedule') = 'lockstep'"
     ):
-        given.setdefault((row["candidate"], row["example"]), set()).add(row["score"])
+        scores_of.setdefault((row["candidate"], row["example"]), set()).add(row["score"])
     unanswered: set[str] = {
         id_text(json.loads(row["fields"])["example"])
         for row in rows("SELECT fields FROM events WHERE kind = 'ExampleGivenUp'")
     }
-    for row in commits if keeps_texts else ():
-        if row["step"] is None:  # another program's
-            continue
+    problems: list[str] = []
+    # Commits without a step are another program's.
+    for row in rows(f"SELECT * FROM commits WHERE step IS NOT NULL AND {KEEPS_TEXTS} ORDER BY candidate_index"):
         scores: dict[str, float] = json.loads(row["scores"])
         wrong = [
             example
             for example, score in scores.items()
             if example not in unanswered
             and not math.isnan(score)
-            and score not in given.get((row["candidate"], example), ())
+            and score not in scores_of.get((row["candidate"], example), ())
         ]
         if wrong:
-            found.append(f"candidate {row['candidate_index']} has scores that no rollout gave: examples {wrong[:3]}")
-    return found
-
-
-def _wrong_counts(rows: Rows) -> list[str]:
-    """Money: calls beyond the budget, rollouts paid twice."""
-    found: list[str] = []
-    spent = 0
-    for session in rows(
-        "SELECT s.settings, SUM(c.calls) AS made, SUM(c.stage = 'elsewhere') AS elsewhere FROM calls c "
-        "JOIN sessions s ON s.id = c.session GROUP BY s.id ORDER BY s.id"
-    ):
-        settings: dict[str, Any] = json.loads(session["settings"])
-        spent += session["made"]
-        limit = settings.get("max_metric_calls")
-        if limit is not None and spent > limit and settings.get("schedule") != "lockstep" and not session["elsewhere"]:
-            found.append(f"{spent} metric calls were made, {limit} were allowed")
-    twice = rows(PAID_TWICE)
-    for row in twice[:3]:
-        found.append(
-            f"rollout {row['id']} (step {row['step']}, {row['stage']}, example {row['example']}) was paid twice"
-        )
-    if len(twice) > 3:
-        found.append(f"{len(twice) - 3} more rollouts were paid twice")
-    return found
-
-
-def _wrong_texts(rows: Rows) -> list[str]:
-    found: list[str] = []
-    for row in rows("SELECT hash, texts FROM candidates"):
-        texts: dict[str, str] = json.loads(row["texts"])
-        if hash_of(texts) != row["hash"] and REDACTED not in row["texts"]:
-            found.append(f"the texts of candidate {row['hash']} are not those that it was named after")
-    return found[:3]
-
-
-def _wrong_ends(rows: Rows) -> list[str]:
-    """Steps that a finished session left behind."""
-    return [
-        f"step {row['number']} has no end, although session {row['session']} came to its end"
-        for row in rows(
-            "SELECT number, session FROM steps JOIN session_ends s ON s.id = session "
-            "WHERE session = (SELECT MAX(id) FROM sessions) AND s.state IN ('finished', 'stopped') "
-            "AND number NOT IN (SELECT step FROM ends) LIMIT 3"
-        )
-    ]
+            problems.append(f"candidate {row['candidate_index']} has scores that no rollout gave: examples {wrong[:3]}")
+    return problems

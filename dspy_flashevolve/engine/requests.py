@@ -29,11 +29,11 @@ import anyio
 
 from dspy_flashevolve.engine.errors import FlashEvolveError, NoLongerWantedError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, ExampleGivenUp, RequestFinished, RolloutFinished, RolloutTimedOut
-from dspy_flashevolve.engine.journal import Rollout, RolloutKey, RunJournal
 from dspy_flashevolve.engine.loop import check_main_thread, collecting_errors
 from dspy_flashevolve.engine.provider import Attempts, Failure, Providers
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, current_slot
 from dspy_flashevolve.engine.steps import Reservation, Step, StepEnded
+from dspy_flashevolve.engine.store import Rollout, RolloutKey, Store
 from dspy_flashevolve.engine.texts import logger_named
 
 T = TypeVar("T")
@@ -165,7 +165,7 @@ class RolloutRecord(Protocol):
         ...
 
     def read(self, row: Any) -> Rollout | None:
-        """The rollout in a row of the journal; None where what was kept is not enough."""
+        """The rollout in a row of the Store; None where what was kept is not enough."""
         ...
 
 
@@ -206,9 +206,9 @@ class Call(Generic[T]):
     followers: int = 0
     on_granted: OnGranted = lambda: None
 
-    def paid_before(self, store: RunJournal | None) -> T | None:
+    def paid_before(self, store: Store) -> T | None:
         """Return the answer that was paid before an interruption; None where there is none."""
-        if store is None or self.record is None:
+        if self.record is None:
             return None
         reply = store.find_reply(self.step.number, self.stage, self.record.position)
         return None if reply is None else self.record.read(reply)
@@ -234,7 +234,7 @@ class Call(Generic[T]):
             if self.cost_of is not None:
                 finished(cost)
             record, store = self.record, requests.store
-            if store is not None and record is not None and (text := record.write(answer)) is not None:
+            if store.is_durable and record is not None and (text := record.write(answer)) is not None:
                 amounts = cost.tokens, cost.cost_dollars
                 store.record_reply(self.step.number, self.stage, record.position, text, *amounts)
             return answer
@@ -262,9 +262,9 @@ class RolloutCall(Call[Rollout]):
         """Its example: split and id."""
         return self.key.split, self.key.example
 
-    def paid_before(self, store: RunJournal | None) -> Rollout | None:
+    def paid_before(self, store: Store) -> Rollout | None:
         """See :meth:`Call.paid_before`."""
-        if store is None or self.written is None:
+        if self.written is None:
             return None
         return store.find_rollout(self.key, self.step.number, self.written.read)
 
@@ -283,7 +283,7 @@ class RolloutCall(Call[Rollout]):
                 check_main_thread()
                 seconds = clock() - metric_call.began_seconds
                 metric_call.settle()
-                if requests.store is not None and self.written is not None:
+                if requests.store.is_durable and self.written is not None:
                     assert metric_call.number is not None
                     written = self.written.write(rollout)
                     requests.store.record_rollout(
@@ -325,16 +325,16 @@ class MetricCall:
         """Write it down, before it is made."""
         self.has_begun = True
         store = self._requests.store
-        if store is not None and self.number is None:
+        if self.number is None:
             with anyio.CancelScope(shield=True):  # a call that is made must be written, whatever comes
                 number = store.record_call(self._call.stage, self._call.step.number)
-                await store.journal.flush()
+                await store.flush()
                 self.number = number
 
     def retract_metric_call(self) -> None:
         """Take it back, since it was not made after all."""
         self.has_begun = False
-        if self._requests.store is not None and self.number is not None:
+        if self.number is not None:
             self._requests.store.record_call(self._call.stage, self._call.step.number, -1)
             self.number = None
 
@@ -347,7 +347,7 @@ class MetricCall:
     def settle(self) -> None:
         """Pay it."""
         self._call.reservation.settle()
-        if self._requests.store is not None and self.number is None:
+        if self.number is None:
             self.number = self._requests.store.record_call(self._call.stage, self._call.step.number)
 
 
@@ -381,7 +381,7 @@ class Requests:
         timeout_seconds: an attempt at a rollout that takes longer, from the grant of its slot, is cancelled and
             counts as a :class:`TransientError`; time in which it has given its slot back does not count. A program in a
             thread is left behind, and a metric there is waited for. None for no bound.
-        store: where rollouts and replies are written down; None for nowhere.
+        store: where rollouts and replies are written down.
     """
 
     def __init__(
@@ -389,10 +389,10 @@ class Requests:
         scheduler: Scheduler,
         bus: EventBus,
         providers: Providers,
+        store: Store,
         *,
         single_flight: bool = True,
         timeout_seconds: float | None = None,
-        store: RunJournal | None = None,
     ) -> None:
         self.scheduler, self.bus, self.providers, self.store = scheduler, bus, providers, store
         self.clock, self.timeout_seconds, self._single_flight = scheduler.clock, timeout_seconds, single_flight

@@ -1,14 +1,13 @@
 """One run of an evolution loop: the one thing on which every loop stands.
 
 A loop supplies ``async def step(step) -> End``, one coroutine from a step's selection to its end, and its state. The
-run opens steps while admission, budget and limits allow, gives them slots, threads and a journal, and knows how it
+run opens steps while admission, budget and limits allow, gives them slots, threads and a Store, and knows how it
 ended.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -28,11 +27,9 @@ from dspy_flashevolve.engine.events import (
     StepClosed,
     StepOpened,
 )
-from dspy_flashevolve.engine.journal import IN_FLIGHT, RunJournal, Unfinished
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import LoopClock, Threads, collecting_errors, run_to_end
 from dspy_flashevolve.engine.provider import OUTAGE_SECONDS, Providers, RetryPolicy, queues_of
-from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.requests import Requests
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit
 from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
@@ -49,6 +46,7 @@ from dspy_flashevolve.engine.steps import (
     StepEnded,
     step_rng,
 )
+from dspy_flashevolve.engine.store import IN_FLIGHT, Store, Unfinished
 from dspy_flashevolve.engine.texts import logger_named
 
 logger = logger_named(__name__)
@@ -128,7 +126,7 @@ class EvolutionRun:
         adaptive: how the endpoints' limits adapt below ``slots``; None for no limit but that.
         limits: what bounds it; None for nothing.
         retry: how often a request is made that the provider turns away, and when.
-        journal: where the run is written down, so that it can go on; None for nowhere.
+        store: what writes the run down. Default: one in memory.
 
     Raises:
         ConfigurationError: no stage, or fewer than 1 slot.
@@ -143,15 +141,15 @@ class EvolutionRun:
         adaptive: Bounds | None = None,
         limits: RunLimits | None = None,
         retry: RetryPolicy | None = None,
-        journal: RunJournal | None = None,
+        store: Store | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         if not stages:
             raise ConfigurationError(f"{name}: a run has no stages, expected at least one.")
         limits = RunLimits() if limits is None else limits
-        self.name, self.slots, self.journal = name, slots, journal
+        self.name, self.slots, self.store = name, slots, store or Store()
         self.lockstep, self.max_seconds = limits.schedule == "lockstep", limits.max_seconds
-        self.redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
+        self.redaction = self.store.redaction
         """Takes secrets out of what leaves the process."""
         self._observers = observers
         self.ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
@@ -179,13 +177,12 @@ class EvolutionRun:
         self._generations: dict[int, int] = {}
         self._best = -math.inf
         self.clock = LoopClock()
-        self.bus = EventBus() if journal is None else EventBus([journal])
+        self.bus = EventBus([self.store])
         asked = {stage: list(names) for stage, names in stages.items()}
         self.scheduler = Scheduler(
             slots, list(asked), queues_of(asked), self.clock, on_idle=self._slot_is_idle, on_visit=self._visited
         )
-        if journal is not None:
-            journal.journal.keep_current(IN_FLIGHT, self._in_flight)
+        self.store.keep_current(IN_FLIGHT, self._in_flight)
         rng = random.Random(limits.seed)
         retry = replace(retry or RetryPolicy(), outage_seconds=limits.max_outage_seconds)
         self.providers = Providers(
@@ -196,11 +193,11 @@ class EvolutionRun:
             self.scheduler,
             self.bus,
             self.providers,
+            self.store,
             single_flight=not self.lockstep,
             timeout_seconds=limits.rollout_timeout_seconds,
-            store=journal,
         )
-        self.budget = Budget(limits.max_metric_calls, spent=0 if journal is None else journal.spent)
+        self.budget = Budget(limits.max_metric_calls, spent=self.store.spent)
         self.threads = Threads(slots + SPARE_THREADS, "work")
         self.gaps: defaultdict[str, Counter[int]] = defaultdict(Counter)
         """Place -> gap (version less version seen) -> how often it was seen there."""
@@ -242,8 +239,7 @@ class EvolutionRun:
             finally:
                 self.outcome = self._ends
                 self.threads.close(wait=self.error is None and not self.threads.abandoned)
-                if self.journal is not None:
-                    self.journal.record_session_end(self.outcome, self.end_reason)
+                self.store.record_session_end(self.outcome, self.end_reason)
 
     def stop(self, reason: str, outcome: Outcome = "stopped") -> None:
         """Open no more steps; what runs is finished. The first reason, a sentence for people, stays. Call it on the
@@ -315,7 +311,7 @@ class EvolutionRun:
         self._reserve = reserve or (lambda: self.budget.reserve(calls_per_step))
         self._next, self._exhausted, self._most_calls = max(first_number, self._next), False, calls_per_step
         self._broken, self._at_least, self.outcome = False, min_steps, "running"
-        self._recorded = [] if self.journal is None else self.journal.unfinished
+        self._recorded = self.store.unfinished
         failures: list[BaseException] = []
 
         async def guarded(work: Work) -> None:
@@ -345,7 +341,7 @@ class EvolutionRun:
     def begin(self, step: Step, version: int, value: float | None = None, selection: Any = None) -> None:
         """The step has selected what it works on, at the pool's version, and is thought to reach a value in score: the
         next one may be opened. ``selection`` is what the loop needs to run it again from here; JSON, for the
-        journal.
+        Store.
 
         Raises:
             NothingToDoError: a stop came first: the step never was.
@@ -355,8 +351,7 @@ class EvolutionRun:
             raise NothingToDoError
         step.record_version(version, value)
         step.has_begun = True
-        if self.journal is not None:
-            self.journal.record_selection(step.number, version, selection)
+        self.store.record_selection(step.number, version, selection)
         self.bus.emit(StepOpened(self.clock(), step.number, version, len(self._live)))
         self.notify()
 
@@ -527,8 +522,7 @@ class EvolutionRun:
 
     def _runs_again(self, recorded: Unfinished) -> Step:
         """A step of an interrupted run: what it needs at most and has not paid is set aside, as far as it goes."""
-        assert self.journal is not None
-        left, needed = self.budget.left, max(0, self._most_calls - self.journal.paid[recorded.number])
+        left, needed = self.budget.left, max(0, self._most_calls - self.store.paid[recorded.number])
         reservation = self.budget.reserve(needed if left is None else min(left, needed))
         reservation = reservation or Reservation(self.budget, 0)
         step = Step(recorded.number, step_rng(recorded.number, self.seed), reservation, recorded.selection)
@@ -601,9 +595,7 @@ class EvolutionRun:
 
     def _seed(self, seed: int | None) -> int:
         """The seed of the steps' randomness: the same in every session of a run."""
-        recorded_seed = None if self.journal is None else self.journal.journal.get_state("seed")
-        seed = recorded_seed if seed is None else seed
+        seed = self.store.get_state("seed") if seed is None else seed
         seed = random.SystemRandom().getrandbits(64) if seed is None else seed
-        if self.journal is not None:
-            self.journal.journal.set_state("seed", seed)
+        self.store.set_state("seed", lambda: seed)
         return seed

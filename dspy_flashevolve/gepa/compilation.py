@@ -31,10 +31,10 @@ from dspy_flashevolve.engine.errors import (
     attach_best_program,
     report_hook,
 )
-from dspy_flashevolve.engine.journal import RunJournal, reporting_damage
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
 from dspy_flashevolve.engine.steps import End, EndKind, Step
+from dspy_flashevolve.engine.store import Store, reporting_damage
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.gepa.options import adapter_of, build_parts, hooks_of
@@ -48,7 +48,7 @@ from dspy_flashevolve.modules.rewriting import StaleCandidateReflection
 from dspy_flashevolve.observe.formatting import texts_diff
 from dspy_flashevolve.observe.statistics import AsyncStats, log_summary
 from dspy_flashevolve.programs.building import copy_of
-from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
+from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_store
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
@@ -156,8 +156,8 @@ class Compilation:
     """One run of one optimizer: everything that belongs to it and to no other.
 
     Args:
-        optimizer: the name of its class, for the journal.
-        arguments: the optimizer's, by name, as the journal shows them.
+        optimizer: the name of its class, for the Store.
+        arguments: the optimizer's, by name, as the Store shows them.
         trainset, valset: examples or gepa's loaders; valset None means the trainset.
         initial: programs of the student's make to begin from beside it.
 
@@ -190,20 +190,19 @@ class Compilation:
         parts = {} if settings.log_dir is None else fingerprints_of(student, self._seed, *data, settings.metric_fn)
         lms = [dspy.settings.lm, settings.reflection_lm, *(predictor.lm for predictor in student.predictors())]
         each_once, arguments = settings.is_lockstep, written_out(arguments)
-        with open_journal(settings.log_dir, optimizer, arguments, parts, lms, each_once=each_once) as journal:
-            if journal is not None:
-                with reporting_damage(journal.journal.path):
-                    tell_changes(journal, arguments)
-            self._build(journal)
+        with open_store(settings.log_dir, optimizer, arguments, parts, lms, each_once=each_once) as store:
+            with reporting_damage(store.path):
+                tell_changes(store, arguments)
+            self._build(store)
 
-    def _build(self, journal: RunJournal | None) -> None:
+    def _build(self, store: Store) -> None:
         settings, lockstep = self._settings, self._settings.is_lockstep
         run = self._run = DspyRun(
             name="AsyncGEPA",
             stages=self._stages(),
             # Lockstep spends its budget as dspy.GEPA does, which may overdraw it: gepa's stopper ends the run.
             settings=replace(settings, max_metric_calls=None) if lockstep else settings,
-            journal=journal,
+            store=store,
             shown_calls=settings.max_metric_calls,
         )
         self._metric = Metric(settings.metric_fn, run.threads, settings.metric_lock)
@@ -234,13 +233,12 @@ class Compilation:
 
     @contextmanager
     def _tracked(self) -> Generator[None, None, None]:
-        """Enter gepa's tracker around the run, and close the journal after it, so that others may have it."""
+        """Enter gepa's tracker around the run, and close the Store after it, so that others may have it."""
         try:
             with self._parts.tracker:
                 yield
         finally:
-            if self._run.journal is not None:
-                self._run.journal.journal.close()
+            self._run.store.close()
 
     async def _run_to_result(self) -> Module:
         run, pool = self._run, self._pool
@@ -273,8 +271,7 @@ class Compilation:
         try:
             await self._loop.evolve()
             await pool.write(pool.finish)
-            if run.journal is not None:
-                await run.journal.journal.flush()
+            await run.store.flush()
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 try:

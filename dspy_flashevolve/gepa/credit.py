@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dspy_flashevolve.engine.journal import hash_of
 from dspy_flashevolve.engine.staleness import Texts
+from dspy_flashevolve.engine.store import hash_of
 from dspy_flashevolve.gepa.changes import Change, Edit, Weave, is_too_long
 from dspy_flashevolve.observe.statistics import ChangeRecord
 

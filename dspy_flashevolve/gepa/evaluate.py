@@ -17,9 +17,9 @@ from gepa.strategies.acceptance import ImprovementOrEqualAcceptance, StrictImpro
 from gepa.strategies.proposal_selection import AllImprovements, BestImprovement, TopKImprovements
 
 from dspy_flashevolve.engine.errors import NoLongerWantedError, RolloutUnresolvedError, RunAbortedError
-from dspy_flashevolve.engine.journal import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.requests import OnGranted, Rollout, RolloutCall, RolloutKey, batch, gather
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, step_rng
+from dspy_flashevolve.engine.store import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.heads import CONSOLIDATION, is_surely_better
 from dspy_flashevolve.gepa.options import Parts
@@ -88,7 +88,7 @@ class Evaluations:
     """Runs candidates on minibatches and on the validation set.
 
     Args:
-        run: slots, budget, journal.
+        run: slots, budget, Store.
         program: runs a candidate on one example.
         pool: gepa's state.
         workflow: whether a candidate is released for selection on a part of its validation.
@@ -167,12 +167,13 @@ class Evaluations:
 
         ``reflected``: the traces are about to be reflected on.
         """
-        journal = self._run.journal
-        if journal is None or step.recorded is None:
+        if step.recorded is None:
             return len(ids)
         split = self.train_split if train else "val"
         needs = reflected and not self._is_proposed(step)
-        return journal.count_missing(step.number, hash_of(candidate), split, ids, traced=traced, needs_trace=needs)
+        return self._run.store.count_missing(
+            step.number, hash_of(candidate), split, ids, traced=traced, needs_trace=needs
+        )
 
     async def minibatch(
         self,
@@ -220,8 +221,7 @@ class Evaluations:
 
     def _is_proposed(self, step: Step) -> bool:
         """Whether an interrupted run had the step's proposals already, so that nobody reflects on its traces."""
-        journal = self._run.journal
-        return journal is not None and journal.find_reply(step.number, "propose", "0") is not None
+        return self._run.store.find_reply(step.number, "propose", "0") is not None
 
     async def _evaluated(
         self,
@@ -237,7 +237,7 @@ class Evaluations:
         watch: Watch | None = None,
     ) -> list[Rollout]:
         run, program = self._run, self._program
-        name = hash_of(candidate) if run.journal is None else run.journal.record_candidate(candidate)
+        name = run.store.record_candidate(candidate)
         keeps_trace = split != "val" or self.train_split == "val"
         scope, left, decided = anyio.CancelScope(), len(ids), False
 
@@ -250,9 +250,7 @@ class Evaluations:
                 rollout = await program.rollout(candidate, examples[index], capture_traces=traced)
                 return rollout if keeps_trace else replace(rollout, trajectory=None)
 
-            record = None
-            if run.journal is not None:
-                record = ProgramRecord(program.records, candidate, examples[index], traced and keeps_trace, needs_trace)
+            record = ProgramRecord(program.records, candidate, examples[index], traced and keeps_trace, needs_trace)
             key = RolloutKey(name, split, ids[index], traced)
             behind = len(ids) - index - 1
             rollout_call = RolloutCall(

@@ -19,9 +19,9 @@ from statistics import median_low, stdev
 from typing import Any
 
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
-from dspy_flashevolve.engine.journal import hash_of
 from dspy_flashevolve.engine.staleness import Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
+from dspy_flashevolve.engine.store import hash_of
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit, Head
 from dspy_flashevolve.gepa.pool import Pool
@@ -328,7 +328,7 @@ class Heads:
 
     def begin(self, step: Step, given: Given) -> Screened:
         """Begin the validation of what a step was given."""
-        texts, journal, parent, tag = given.candidate, self._run.journal, 0, "initial"
+        texts, store, parent, tag = given.candidate, self._run.store, 0, "initial"
         if texts in self._initial:
             self._initial.remove(texts)
         else:
@@ -337,8 +337,7 @@ class Heads:
             self._validation_calls += len(self._pool.loader)
             candidates, tag = self._pool.state.program_candidates, "head"
             parent = candidates.index(texts) if texts in candidates else self._credit.parent
-        if journal is not None:
-            journal.journal.set_state(_kept_head(step), [journal.record_candidate(texts), given.is_last])
+        store.set_state(_kept_head(step), lambda: [store.record_candidate(texts), given.is_last])
         step.record_version(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
         proposal = Proposal(
             candidate=dict(texts), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
@@ -387,9 +386,9 @@ class Heads:
 
     def _given_again(self, step: Step) -> Given | None:
         """Find what a step of an interrupted run was about to validate."""
-        journal = self._run.journal
-        name, is_last = (journal and journal.journal.get_state(_kept_head(step))) or (None, False)
-        candidate = None if journal is None or name is None else dict(journal.texts[name])
+        store = self._run.store
+        name, is_last = store.get_state(_kept_head(step)) or (None, False)
+        candidate = None if name is None else dict(store.texts[name])
         if candidate is None or (self._credit is None and candidate not in self._initial_left()):
             return None
         self._selection.runs_again(step, False)
@@ -506,9 +505,9 @@ class Heads:
         self.keep_credit()
 
     def keep_credit(self) -> None:
-        """Write the changes into the journal, and what they stand on."""
-        if self._credit is not None and self._run.journal is not None:
-            self._run.journal.journal.set_state("credit", self._credit.kept())
+        """Write the changes into the Store, and what they stand on."""
+        if self._credit is not None:
+            self._run.store.set_state("credit", self._credit.kept)
 
 
 def is_surely_better(gains: Sequence[float], examples: int) -> bool:

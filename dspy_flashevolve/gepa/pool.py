@@ -30,11 +30,11 @@ from gepa.gepa_utils import json_default
 from gepa.proposer.base import CandidateProposal
 from gepa.visualization import candidate_tree_html_from_data
 
-from dspy_flashevolve.engine.journal import Rollout, RunJournal, id_text, write_private
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
+from dspy_flashevolve.engine.store import Rollout, Store, id_text, write_private
 from dspy_flashevolve.gepa.options import Chosen, Parts, strategies_of
 from dspy_flashevolve.gepa.published import SpeculativeCandidates
 from dspy_flashevolve.gepa.records import (
@@ -132,7 +132,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self._saved_at = float("-inf")
         self.reports = Reports(self.state, told, logger, parts.tracker, trainset, valset)
         """Tells callbacks, log and tracker; to be used in the writer."""
-        self._budget, self.journal = run.budget, run.journal
+        self._budget, self.store = run.budget, run.store
         self._writer = Threads(1, "pool")
 
     async def write(self, call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
@@ -269,10 +269,10 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def keep_strategies(self) -> None:
         """Write down where the strategies stand."""
-        if self.journal is not None:
-            self.journal.journal.set_state(
-                "gepa strategies", strategies_of(self.parts, self.adapter, self.state, self.shares_randomness, id_text)
-            )
+        self.store.set_state(
+            "gepa strategies",
+            lambda: strategies_of(self.parts, self.adapter, self.state, self.shares_randomness, id_text),
+        )
 
     # The parts of a step.
 
@@ -444,18 +444,16 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         first = len(self.state.program_candidates)
         self.grown = {index: grown for index, grown in self.grown.items() if index < first}  # a kill may leave more
         self.grown |= {index: grown for index, grown in enumerate(names, start=first) if grown}
-        if self.journal is not None:
-            self.journal.journal.set_state("grown", self.grown)
+        self.store.set_state("grown", lambda: self.grown)
 
     def commit(self, step: Step, work: Sequence[Validated]) -> list[Commit]:
         """Add validated proposals, in order; one that fell behind its prefix leaves what was made from it stale."""
         proposals = [self._on_firm_ground(validated) for validated in work]
-        if self.journal is not None:
-            entries = [
-                (proposal.candidate, proposal.parent_program_ids, validated.evaluation)
-                for proposal, validated in zip(proposals, work, strict=True)
-            ]
-            write_commits(self.journal, step.number, len(self.state.program_candidates), self.version, entries)
+        entries = [
+            (proposal.candidate, proposal.parent_program_ids, validated.evaluation)
+            for proposal, validated in zip(proposals, work, strict=True)
+        ]
+        write_commits(self.store, step.number, len(self.state.program_candidates), self.version, entries)
         commits: list[Commit] = []
         merge, best = self.parts.merge, self.best_score()
         for validated, proposal in zip(work, proposals, strict=True):
@@ -662,7 +660,7 @@ def _generations(parents: list[list[int | None]]) -> list[int]:
 
 
 def write_commits(
-    journal: RunJournal,
+    store: Store,
     step: int | None,
     first: int,
     version: int,
@@ -679,5 +677,5 @@ def write_commits(
         objectives = evaluation.objective_scores_by_val_id
         more = None if objectives is None else {id_text(i): dict(scores) for i, scores in objectives.items()}
         scores = {id_text(i): score for i, score in evaluation.scores_by_val_id.items()}
-        journal.record_commit(step, first + offset, version + offset + 1, candidate, parents, scores, more=more)
-    journal.journal.flush_blocking()
+        store.record_commit(step, first + offset, version + offset + 1, candidate, parents, scores, more=more)
+    store.flush_blocking()

@@ -77,12 +77,11 @@ class ReflectionCalls:
     @property
     def used_shares(self) -> dict[str, float]:
         """What bounds the run beside time and metric calls -> the share that is used, earlier sessions included."""
-        journal, shares = self._run.journal, dict[str, float]()
+        store, shares = self._run.store, dict[str, float]()
         if self._limit is not None:
-            before = 0 if journal is None else journal.requests_before
-            shares[f"max_reflection_calls={self._limit}"] = (self.total + before) / self._limit
+            shares[f"max_reflection_calls={self._limit}"] = (self.total + store.requests_before) / self._limit
         if self._max_cost is not None:
-            cost = self._run.dollars + (0.0 if journal is None else journal.dollars_before)
+            cost = self._run.dollars + store.dollars_before
             shares[f"max_cost={self._max_cost:g} dollars"] = cost / self._max_cost
         return shares
 
@@ -136,8 +135,7 @@ class Proposing:
     async def _prepare(self, step: Step, parent: Parent) -> _Prepared | End:
         """Build what reflection reads of a parent; or say why there is nothing to reflect on."""
         pool, task, evaluation = self._pool, parent.task, parent.evaluation
-        journal = self._run.journal
-        if journal is not None and journal.find_reply(step.number, "propose", str(parent.index)) is not None:
+        if self._run.store.find_reply(step.number, "propose", str(parent.index)) is not None:
             return _Prepared(parent, [], {}, is_paid=True)
         reason = await pool.write(pool.nothing_to_improve, step, task, evaluation)
         if reason is not None:  # without a trajectory nothing was paid, and such steps must not go on for ever

@@ -20,9 +20,9 @@ import anyio
 from gepa.core.state import GEPAState, ValsetEvaluation
 
 from dspy_flashevolve.engine.events import Event, LimitChanged, StageVisited
-from dspy_flashevolve.engine.journal import Rollout
 from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.run import EvolutionRun, Work
+from dspy_flashevolve.engine.store import Rollout
 from dspy_flashevolve.gepa.records import Candidate, Screened, Task
 from dspy_flashevolve.gepa.settings import Workflow
 

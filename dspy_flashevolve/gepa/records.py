@@ -11,8 +11,8 @@ from gepa.core.state import CachedEvaluation, ValsetEvaluation
 from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
 
-from dspy_flashevolve.engine.journal import Rollout
 from dspy_flashevolve.engine.steps import Step
+from dspy_flashevolve.engine.store import Rollout
 from dspy_flashevolve.gepa.changes import Edit
 
 Candidate = dict[str, str]

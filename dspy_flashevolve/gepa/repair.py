@@ -133,11 +133,9 @@ class Repairs:
 
     def are_paid(self, step: Step, children: Sequence[Child]) -> bool:
         """Whether an interrupted run had a repair of one of these children."""
-        journal = self._run.journal if step.recorded is not None else None
-        if journal is None:
-            return False
+        store = self._run.store
         positions = [str(child.parent.index) for child in children]
-        return any(journal.find_reply(step.number, "integrate", position) is not None for position in positions)
+        return any(store.find_reply(step.number, "integrate", position) is not None for position in positions)
 
     async def _ask(self, step: Step, child: Child, base: Base, stale: StaleChild, commits: list[PastCommit]) -> Repair:
         """Ask for a repair; one that an interrupted run has paid for is read again, with what it stands on.

@@ -17,9 +17,9 @@ from gepa.core.state import GEPAState, ValsetEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.journal import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.staleness import POLICIES
+from dspy_flashevolve.engine.store import BEFORE_STEPS, Store, id_text
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import restore_strategies
@@ -64,21 +64,19 @@ def written_out(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, **{name: repr(value) for name, value in own.items() if is_dataclass(value)}}
 
 
-def tell_changes(journal: RunJournal, arguments: Mapping[str, Any]) -> None:
+def tell_changes(store: Store, arguments: Mapping[str, Any]) -> None:
     """Warn where a run goes on with another search or staleness policy than its last session had.
 
     Args:
         arguments: the optimizer's, by name, :func:`written_out`.
     """
-    rows = journal.journal.rows(
-        "SELECT settings FROM sessions WHERE id < ? ORDER BY id DESC LIMIT 1", [journal.journal.session]
-    )
+    rows = store.rows("SELECT settings FROM sessions WHERE id < ? ORDER BY id DESC LIMIT 1", [store.session])
     now = plain_settings({name: arguments[name] for name in ("search", "staleness")})
     before: dict[str, Any] = json.loads(rows[0]["settings"]) if rows else now
     if changed := [name for name in now if _meant(before.get(name)) != _meant(now[name])]:
         logger.warning(
             "log_dir=%r was last run with %s; it goes on with %s.",
-            str(journal.journal.directory),
+            str(store.directory),
             " and ".join(f"{name}={before[name]!r}" if name in before else f"no {name}=" for name in changed),
             " and ".join(f"{name}={now[name]!r}" for name in changed),
         )
@@ -92,11 +90,11 @@ def _meant(setting: Any) -> Any:
 # What a step has selected.
 
 
-def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
+def selection_of(store: Store, work: Selected | Crossover) -> Any:
     """Write what a step works on as JSON."""
     if isinstance(work, Crossover):
         return {
-            "candidate": journal.record_candidate(work.candidate),
+            "candidate": store.record_candidate(work.candidate),
             "parents": work.parents,
             "ancestor": work.ancestor,
             "ids": [id_text(example) for example in work.ids],
@@ -105,7 +103,7 @@ def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
     return [
         {
             "parent": task.parent_idx,
-            "candidate": journal.record_candidate(task.parent_candidate),
+            "candidate": store.record_candidate(task.parent_candidate),
             "ids": [id_text(example) for example in task.minibatch_ids],
             "base": base,
         }
@@ -113,14 +111,14 @@ def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
     ]
 
 
-def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected | Crossover:
+def selected_again(store: Store, pool: Pool, selection: Any) -> Selected | Crossover:
     """Read what an interrupted step had selected."""
     if isinstance(selection, dict):
         kept: Mapping[str, Any] = selection
         first, second = kept["parents"]
         scores, ids = kept["parent_scores"], ids_of(pool.loader)
         return Crossover(
-            dict(journal.texts[kept["candidate"]]),
+            dict(store.texts[kept["candidate"]]),
             (first, second),
             kept["ancestor"],
             tuple(ids[text] for text in kept["ids"]),
@@ -130,7 +128,7 @@ def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected 
     tasks: list[ProposalTask[Any, Any]] = []
     bases: list[int | None] = []
     for kept in selection:
-        candidate = journal.texts[kept["candidate"]]
+        candidate = store.texts[kept["candidate"]]
         mine = [ids[text] for text in kept["ids"]]
         parent = kept["parent"]
         if candidate in pool.state.program_candidates:  # a head that was validated since
@@ -149,13 +147,13 @@ def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
 # Credit assignment.
 
 
-def restore_credit(journal: RunJournal, credit: Credit, pool: Pool) -> None:
+def restore_credit(store: Store, credit: Credit, pool: Pool) -> None:
     """Put the changes back, the evidence on them from the rollouts of steps that have ended, and what has grown."""
     for index, names in pool.grown.items():
         credit.mark_grown(pool.state.program_candidates[index], names)
-    kept = journal.journal.get_state("credit")
+    kept = store.get_state("credit")
     if kept is not None:
-        rows = journal.journal.rows(
+        rows = store.rows(
             "SELECT candidate, split, example, score FROM rollouts WHERE step < 0 OR step IN (SELECT step FROM ends)"
         )
         credit.restore(kept, [(row["candidate"], row["split"], row["example"], row["score"]) for row in rows])
@@ -164,48 +162,48 @@ def restore_credit(journal: RunJournal, credit: Credit, pool: Pool) -> None:
 # The run.
 
 
-def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
+def take_up(store: Store, pool: Pool, seeded: bool) -> None:
     """Put the pool where the journal says that it was, and find the steps that had no end.
 
     Args:
         seeded: gepa's checkpoint was there.
 
     Raises:
-        RunDirectoryError: the journal is damaged, or knows of candidates while gepa's checkpoint is gone.
+        RunDirectoryError: the Store is damaged, or knows of candidates while gepa's checkpoint is gone.
     """
     is_open = "NOT IN (SELECT step FROM ends)"  # killed after its commit, before its end was written
-    for row in journal.journal.rows(f"SELECT DISTINCT step FROM commits WHERE step IS NOT NULL AND step {is_open}"):
-        journal.record_end(row["step"], "committed", "the run was killed after the commit", before=True)
-    journal.journal.flush_blocking()
-    journal.load_unfinished(seeded)
-    if not seeded and journal.journal.rows("SELECT 1 FROM commits LIMIT 1"):
+    for row in store.rows(f"SELECT DISTINCT step FROM commits WHERE step IS NOT NULL AND step {is_open}"):
+        store.record_end(row["step"], "committed", "the run was killed after the commit", before=True)
+    store.flush_blocking()
+    store.load_unfinished(seeded)
+    if not seeded and store.rows("SELECT 1 FROM commits LIMIT 1"):
         raise RunDirectoryError(
-            f"{journal.journal.directory / CHECKPOINT} is missing, but the journal beside it knows of candidates "
+            f"{store.path.with_name(CHECKPOINT)} is missing, but the journal beside it knows of candidates "
             "that were in it. Put it back, or give another log_dir."
         )
-    kept = journal.journal.get_state("gepa strategies")
+    kept = store.get_state("gepa strategies")
     if kept is not None:
         restore_strategies(kept, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
     if seeded:
-        _reconcile(journal, pool)
-        grown, committed = journal.journal.get_state("grown") or {}, len(pool.state.program_candidates)
+        _reconcile(store, pool)
+        grown, committed = store.get_state("grown") or {}, len(pool.state.program_candidates)
         pool.grown.update({int(index): names for index, names in grown.items() if int(index) < committed})
         pool.best.look()
 
 
-def _reconcile(journal: RunJournal, pool: Pool) -> None:
+def _reconcile(store: Store, pool: Pool) -> None:
     """Bring gepa's checkpoint and the journal to the same commits and the same count.
 
     Commits that gepa's checkpoint had not got yet are made again; those that another program made are written down.
     """
-    rows, state = journal.journal.rows, pool.state
+    rows, state = store.rows, pool.state
     known = int(rows("SELECT COALESCE(MAX(candidate_index), 0) AS last FROM commits")[0]["last"])
     have = len(state.program_candidates) - 1
     for row in rows("SELECT candidate_index, candidate FROM commits WHERE candidate_index <= ?", (have,)):
-        texts = journal.texts[row["candidate"]]
+        texts = store.texts[row["candidate"]]
         if texts != state.program_candidates[row["candidate_index"]] and REDACTED not in "".join(texts.values()):
             raise RunDirectoryError(
-                f"{journal.journal.path} and the gepa_state.bin beside it disagree about candidate "
+                f"{store.path} and the gepa_state.bin beside it disagree about candidate "
                 f"{row['candidate_index']}: another program has continued from a checkpoint without it. Move the "
                 "journal away to go on from the checkpoint, or give another log_dir."
             )
@@ -217,32 +215,32 @@ def _reconcile(journal: RunJournal, pool: Pool) -> None:
         )
         for index in range(known + 1, have + 1)
     ]
-    if elsewhere and not journal.journal.is_new:
+    if elsewhere and not store.is_new:
         logger.warning(
             "gepa_state.bin in %s has %d candidates that journal.sqlite beside it does not have. Another program went "
             "on from it; or the journal was copied without journal.sqlite-wal, which has what a run that was killed "
             "wrote last. The run goes on from gepa_state.bin: what the journal has lost may be paid again.",
-            journal.journal.directory, len(elsewhere),
+            store.directory, len(elsewhere),
         )  # fmt: skip
     if elsewhere:
-        write_commits(journal, None, known + 1, known, elsewhere)
+        write_commits(store, None, known + 1, known, elsewhere)
     ids = ids_of(pool.loader)
     for row in rows("SELECT * FROM commits WHERE candidate_index > ? ORDER BY candidate_index", (have,)):
-        _commit_again(journal, pool, row, ids)
-    if state.total_num_evals > journal.spent:
-        journal.record_call("elsewhere", BEFORE_STEPS, state.total_num_evals - journal.spent)
-        journal.spent = state.total_num_evals
-    elif journal.spent > state.total_num_evals:
-        state.increment_evals(journal.spent - state.total_num_evals)
+        _commit_again(store, pool, row, ids)
+    if state.total_num_evals > store.spent:
+        store.record_call("elsewhere", BEFORE_STEPS, state.total_num_evals - store.spent)
+        store.spent = state.total_num_evals
+    elif store.spent > state.total_num_evals:
+        state.increment_evals(store.spent - state.total_num_evals)
 
 
-def _commit_again(journal: RunJournal, pool: Pool, row: Any, ids: Mapping[str, Any]) -> None:
+def _commit_again(store: Store, pool: Pool, row: Any, ids: Mapping[str, Any]) -> None:
     scores = {ids[text]: score for text, score in json.loads(row["scores"]).items()}
     kept = None if row["more"] is None else json.loads(row["more"])
     objectives = None if kept is None else {ids[text]: scores for text, scores in kept.items()}
     outputs: dict[Any, Any] = {}
     for example in scores:
-        rollouts = journal.journal.rows(
+        rollouts = store.rows(
             "SELECT output FROM rollouts WHERE candidate = ? AND split = 'val' AND example = ? ORDER BY id DESC",
             (row["candidate"], id_text(example)),
         )
@@ -250,7 +248,7 @@ def _commit_again(journal: RunJournal, pool: Pool, row: Any, ids: Mapping[str, A
     parents: list[int] = json.loads(row["parents"])
     pool.state.update_state_with_new_program(
         list(parents),
-        dict(journal.texts[row["candidate"]]),
+        dict(store.texts[row["candidate"]]),
         ValsetEvaluation[Any, Any](outputs, scores, objectives),
         None,
         pool.state.total_num_evals,

@@ -21,10 +21,10 @@ from dspy.primitives import Module
 
 from dspy_flashevolve.engine.errors import ConfigurationError, NoLongerWantedError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import SeedValidated
-from dspy_flashevolve.engine.journal import BEFORE_STEPS, hash_of, id_text, reporting_damage
 from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look, Place, StalenessPolicy, Texts
 from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
+from dspy_flashevolve.engine.store import BEFORE_STEPS, hash_of, id_text, reporting_damage
 from dspy_flashevolve.gepa import resume
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit
@@ -145,12 +145,11 @@ class GepaLoop:
         """
         run, pool = self._run, self._pool
         is_seeded = await pool.write(pool.start)
-        if run.journal is not None:
-            with reporting_damage(run.journal.journal.path):
-                await pool.write(resume.take_up, run.journal, pool, is_seeded)
-                run.budget.spent = run.journal.spent
-                if self._credit is not None:
-                    await pool.write(resume.restore_credit, run.journal, self._credit, pool)
+        with reporting_damage(run.store.path):
+            await pool.write(resume.take_up, run.store, pool, is_seeded)
+            run.budget.spent = run.store.spent
+            if self._credit is not None:
+                await pool.write(resume.restore_credit, run.store, self._credit, pool)
         if is_seeded:
             run.budget.spent = pool.state.total_num_evals
             self._heads.restored()
@@ -159,17 +158,14 @@ class GepaLoop:
                 self._evaluations.record_scores(scores)
                 self._evaluations.record_score(max(scores.values(), default=float("-inf")))
             await self._record_seed()
-            goes_on = run.journal is not None and bool(run.journal.unfinished)
-            if not goes_on and await pool.write(pool.should_stop):  # gepa asks its stoppers between steps
+            if not run.store.unfinished and await pool.write(pool.should_stop):  # gepa asks its stoppers between steps
                 self._stop()
         else:
-            paid = 0 if run.journal is None else run.journal.paid[BEFORE_STEPS]
-            pays = run.budget.reserve(len(self._evaluations.seed_examples()) - paid)
+            pays = run.budget.reserve(len(self._evaluations.seed_examples()) - run.store.paid[BEFORE_STEPS])
             if run.lockstep or has_foreign(pool.parts):  # a strategy of the user's may look at the seed's scores
                 await self._seed(pays)
             else:
                 await run.run_in_background(lambda: self._seed(pays))
-        last = -1 if run.journal is None else run.journal.last_step
         await run.evolve(
             self.step,
             self._admission,
@@ -177,7 +173,7 @@ class GepaLoop:
             reserve=self._spending.reserve,
             stop_reason=self._spending.may_open,
             on_end=self._ended,
-            first_number=max(pool.state.i, last) + 1,
+            first_number=max(pool.state.i, run.store.last_step) + 1,
             watchers=self._slot_rules,
         )
         self._evaluations.set_aside.refund()
@@ -269,12 +265,10 @@ class GepaLoop:
         if step.recorded is None:
             version, value, work = await pool.write(self._selection.select, step)
             await pool.write(self._heads.keep_credit)  # it knows what a variant is made of, if the run is killed
-            if run.journal is not None:
-                selection = resume.selection_of(run.journal, work)
+            selection = resume.selection_of(run.store, work)
         else:
-            assert run.journal is not None
-            with reporting_damage(run.journal.journal.path):
-                work = await pool.write(resume.selected_again, run.journal, pool, step.recorded)
+            with reporting_damage(run.store.path):
+                work = await pool.write(resume.selected_again, run.store, pool, step.recorded)
             await pool.write(self._selection.runs_again, step, isinstance(work, Crossover))
             version, value = step.version, await pool.write(self._selection.parent_score, work)
         run.begin(step, version, value, selection)

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from dspy_flashevolve.engine.journal import write_private
+from dspy_flashevolve.engine.store import write_private
 from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.sandbox.contract import Failure, Outcome
 

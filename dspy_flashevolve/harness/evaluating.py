@@ -15,9 +15,9 @@ from dspy.predict.flex.ctx import FlexContext
 from dspy.primitives import Example, Module
 
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError, RolloutUnresolvedError
-from dspy_flashevolve.engine.journal import hash_of
 from dspy_flashevolve.engine.requests import Call, OnGranted, RequestCost, Rollout, RolloutCall, RolloutKey, batch
 from dspy_flashevolve.engine.steps import Step
+from dspy_flashevolve.engine.store import hash_of
 from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.harness.archive import TRIAL, Checked, Cost, Draft, DraftError, Evaluated, Failed, Trial, draft_of
 from dspy_flashevolve.harness.program import Harness, as_json, call_in_thread, call_on_loop, prediction_of, typed_fields
@@ -282,8 +282,7 @@ class Evaluations:
         self._count_for_proposer(trial.outcome)
         if (reservation := self._run.budget.reserve(1)) is not None:
             reservation.settle()
-        if self._run.journal is not None:
-            self._run.journal.record_call("propose", step)
+        self._run.store.record_call("propose", step)
         return trial
 
     def _count_for_proposer(self, outcome: Outcome) -> None:
@@ -352,11 +351,11 @@ class Evaluations:
 
         Raises _Disqualified: it failed gravely on one, outside of a check; its other runs are cancelled.
         """
-        texts, traced, journal = texts_of(draft, memory), split != "val", self._run.journal
-        candidate = hash_of(texts) if journal is None else journal.record_candidate(texts)
-        order = list(numbers)
-        if journal is not None:
-            order.sort(key=lambda number: journal.count_missing(step.number, candidate, split, [number], traced=traced))
+        texts, traced, store = texts_of(draft, memory), split != "val", self._run.store
+        candidate = store.record_candidate(texts)
+        order = sorted(
+            numbers, key=lambda number: store.count_missing(step.number, candidate, split, [number], traced=traced)
+        )
 
         async def run_example(index: int, granted: OnGranted) -> Trial:
             number = order[index]

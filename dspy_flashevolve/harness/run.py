@@ -23,10 +23,10 @@ from dspy_flashevolve.engine.errors import (
     RunAbortedError,
     attach_best_program,
 )  # fmt: skip
-from dspy_flashevolve.engine.journal import reporting_damage
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step, StepEnded
+from dspy_flashevolve.engine.store import reporting_damage
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in, sources_in
 from dspy_flashevolve.harness.evaluating import FEW_LESSONS, Evaluations, HarnessSettings, HarnessTask, texts_of
@@ -242,25 +242,23 @@ class HarnessRun:
 
     async def _write(self, step: Step, fresh: dict[int, Checked]) -> None:
         """Write candidates to the journal that are about to be admitted."""
-        journal = self.run.journal
-        if journal is None:
-            return
+        store = self.run.store
         number, failed = self.archive.version, len(self.archive.failed)
         for position, candidate in fresh.items():
             record = {"step": step.number, "place": position, "candidate": asdict(candidate)}
             if isinstance(candidate, Failed):
-                journal.journal.set_state(f"{FAILED}{failed:06d}", record)
+                store.set_state(f"{FAILED}{failed:06d}", lambda record=record: record)
                 failed += 1
             else:
                 texts, scores = (
                     texts_of(candidate.draft, candidate.memory),
                     {str(n): score for n, score in enumerate(candidate.scores)},
                 )
-                journal.record_commit(
+                store.record_commit(
                     step.number, number, number + 1, texts, candidate.draft.parents, scores, candidate.score, record
                 )
                 number += 1
-        await journal.journal.flush()
+        await store.flush()
 
     def _resume(self) -> int:
         """Fill the archive from the journal of an interrupted run, and return the number of the next step.
@@ -268,10 +266,8 @@ class HarnessRun:
         A step that was interrupted while its candidates were admitted runs again at no cost, since the journal has its
         replies and rollouts, and adds the candidates that are missing.
         """
-        if self.run.journal is None:
-            return 0
-        with reporting_damage(self.run.journal.journal.path):
-            rows = self.run.journal.journal.rows
+        with reporting_damage(self.run.store.path):
+            rows = self.run.store.rows
             records = rows("SELECT more AS kept FROM commits ORDER BY candidate_index")
             records += rows("SELECT value AS kept FROM state WHERE name LIKE ? ORDER BY name", (f"{FAILED}%",))
             for text in (row["kept"] for row in records):
@@ -285,5 +281,5 @@ class HarnessRun:
             self._directions.release(ENDED)
             if self.archive.version:
                 self._seeded.set()
-            self.run.journal.load_unfinished()
-        return self.run.journal.last_step + 1
+            self.run.store.load_unfinished()
+        return self.run.store.last_step + 1

@@ -16,8 +16,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from dspy_flashevolve.engine.journal import BEFORE_STEPS, IN_FLIGHT, is_in_use, reading
 from dspy_flashevolve.engine.scheduler import StageVisit
+from dspy_flashevolve.engine.store import BEFORE_STEPS, IN_FLIGHT, is_in_use, reading
 from dspy_flashevolve.observe.statistics import ChangeRecord
 
 Role = Literal["task", "reflection"]

@@ -31,7 +31,7 @@ class Progress(Display):
     def observing(self, run: Any) -> Generator[None, None, None]:
         """Show the bar while the run goes on; see :class:`~dspy_flashevolve.engine.run.Observer`."""
         bar: Any = _bar()
-        total, spent = run.statistics().max_metric_calls, 0 if run.journal is None else run.journal.spent
+        total, spent = run.statistics().max_metric_calls, run.store.spent
         self._run, self._used_before = run, used_share(run)
         self._bar = bar(total=total, initial=spent, desc=run.name, unit="rollouts", dynamic_ncols=True)
         self._bar.set_postfix_str("going on" if spent else "validating the seed program")

@@ -17,7 +17,6 @@ from dspy_flashevolve.engine.events import (
     Integrated,
     LimitChanged,
     LmCallCounted,
-    PolicyDecided,
     RequestFinished,
     RequestTurnedAway,
     RolloutFinished,
@@ -298,16 +297,17 @@ class Recorder:
 
     def __init__(self, clock: LoopClock) -> None:
         self.clock = clock
-        self.steps = self.pauses = self.unanswered_examples = 0
-        self.end_reasons, self.looks = Counter[str](), Counter[str]()
-        self.requests, self.tokens = Counter[str](), Counter[str]()
+        self.counts = Counter[type[Event]]()
+        """Kind of event -> how many there were."""
+        self.requests, self.tokens, self.end_reasons = Counter[str](), Counter[str](), Counter[str]()
         self.dollars = defaultdict[str, float](float)
         """Stage -> dollars, as far as prices are known."""
         self.turned_away = Counter[str]()
         """Reason in the provider's words -> requests that were sent again."""
         self.seed_score: float | None = None
         """Validation score of the program that the run began with; None until it is known."""
-        self._first_best_score: float | None = None
+        self.best_score: float | None = None
+        """The best validation score so far; None until there is one."""
         self.commits: list[Committed] = []
         self.integrations: list[Integrated] = []
         self.limit_changes: list[LimitChanged] = []
@@ -315,47 +315,36 @@ class Recorder:
 
     def __call__(self, event: Event) -> None:
         """Count an event."""
+        self.counts[type(event)] += 1
         # The engine's clock counts from anywhere; users count from the start of the run.
-        event = replace(event, seconds=event.seconds - self.clock.began)
+        began, seconds = self.clock.began, event.seconds - self.clock.began
         match event:
             case RolloutFinished() | RequestFinished() | LmCallCounted():
                 # An LM call outside of any request has tokens and dollars, but is no request that was answered.
                 self.requests[event.stage] += not isinstance(event, LmCallCounted)
                 self.tokens[event.stage] += event.tokens
                 self.dollars[event.stage] += event.cost_dollars
-            case StepOpened():
-                self.steps += 1
             case StageVisited() if len(self.stages) < MOST_STAGE_VISITS:
-                queued, began = event.queued_seconds - self.clock.began, event.began_seconds - self.clock.began
-                self.stages.append(StageVisit(event.step, event.stage, queued, began, ended=event.seconds))
+                waited = event.queued_seconds - began, event.began_seconds - began
+                self.stages.append(StageVisit(event.step, event.stage, *waited, ended=seconds))
             case StepClosed() if event.end.kind is not EndKind.COMMITTED:
                 self.end_reasons[event.end.reason] += 1
             case SeedValidated():
-                self.seed_score, self._first_best_score = event.score, event.best_score
+                self.seed_score, self.best_score = event.score, event.best_score
             case Committed():
-                self.commits.append(event)
+                self.commits.append(replace(event, seconds=seconds))
+                self.best_score = event.best_score
+            case Integrated():
+                self.integrations.append(replace(event, seconds=seconds))
             case LimitChanged():
-                self.limit_changes.append(event)
-            case ExampleGivenUp():
-                self.unanswered_examples += 1
+                self.limit_changes.append(replace(event, seconds=seconds))
             case RequestTurnedAway():
                 # In the provider's words: whether it is a limit, a dead server or a bad request, it says best itself.
                 reason = shorten(event.reason, SHOWN_REASON, placeholder=" ...")
                 if reason in self.turned_away or len(self.turned_away) < MOST_REASONS:
                     self.turned_away[reason] += 1
-            case EndpointPaused():
-                self.pauses += 1
-            case PolicyDecided():
-                self.looks[event.decision] += 1
-            case Integrated():
-                self.integrations.append(event)
             case _:
                 pass
-
-    @property
-    def best_score(self) -> float | None:
-        """The best validation score so far; None until there is one."""
-        return self.commits[-1].best_score if self.commits else self._first_best_score
 
     def stats(self, run: EvolutionRun, unpriced: Collection[str], **figures: Any) -> RunStats:
         """Return the statistics of the run so far; ``figures`` are those that follow neither from events nor from it.
@@ -366,7 +355,7 @@ class Recorder:
         slots = run.scheduler.statistics()
         return RunStats(
             outcome=run.outcome,
-            steps=self.steps,
+            steps=self.counts[StepOpened],
             ended=dict(run.ended),
             end_reasons=dict(self.end_reasons),
             slots=slots.limit,
@@ -376,7 +365,7 @@ class Recorder:
             gaps={place: dict(sorted(counts.items())) for place, counts in list(run.gaps.items())},
             shared_rollouts=run.requests.joined,
             retried_requests=run.providers.retried,
-            unanswered_examples=self.unanswered_examples,
+            unanswered_examples=self.counts[ExampleGivenUp],
             timed_out_rollouts=run.requests.timed_out,
             requests_by_stage=dict(self.requests),
             tokens_by_stage=dict(self.tokens),
@@ -385,9 +374,9 @@ class Recorder:
             dollars_by_stage={stage: None if stage in unpriced else self.dollars[stage] for stage in self.requests},
             generations=max((commit.generation for commit in self.commits), default=0),
             commits=list(self.commits),
-            looks=dict(self.looks),
+            looks=dict(run.policy_decisions),
             limit_changes=list(self.limit_changes),
-            pauses=self.pauses,
+            pauses=self.counts[EndpointPaused],
             stages=list(self.stages),
             turned_away=dict(self.turned_away),
             **figures,

@@ -30,7 +30,7 @@ from gepa.core.state import CachedEvaluation, EvaluationCache, GEPAState
 from pydantic import BaseModel, InstanceOf, PlainValidator
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.journal import BEFORE_STEPS, id_text
+from dspy_flashevolve.engine.store import BEFORE_STEPS, id_text
 from dspy_flashevolve.observe.history import Candidate, History
 from dspy_flashevolve.programs.records import fill_dataclass, fill_model, fraction_of, imported
 

@@ -15,7 +15,6 @@ from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
-from pathlib import Path
 from typing import Any, cast
 
 import dspy
@@ -24,8 +23,8 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.journal import Journal, RunJournal, reporting_damage
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, secrets_in
+from dspy_flashevolve.engine.store import Store, reporting_damage
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.records import is_readable
 
@@ -172,13 +171,13 @@ def _warn_of(kind: str) -> None:
     )
 
 
-def check_same(journal: Journal, now: Mapping[str, str], packages: Mapping[str, str]) -> None:
+def check_same(store: Store, now: Mapping[str, str], packages: Mapping[str, str]) -> None:
     """Refuse to go on with a run of something else; warn where the source of its program or metric has changed.
 
     Raises:
         RunDirectoryError: what differs.
     """
-    rows = journal.rows("SELECT fingerprints, settings FROM sessions ORDER BY id DESC LIMIT 1")
+    rows = store.rows("SELECT fingerprints, settings FROM sessions ORDER BY id DESC LIMIT 1")
     if not rows:
         return
     then: dict[str, str] = json.loads(rows[0]["fingerprints"])
@@ -197,7 +196,7 @@ def check_same(journal: Journal, now: Mapping[str, str], packages: Mapping[str, 
         changes.append(f"gepa was {before.get('gepa')}, is {packages['gepa']}, and its checkpoints may differ")
     if changes:
         raise RunDirectoryError(
-            f"log_dir={str(journal.directory)!r} holds another run, which this one cannot continue: "
+            f"log_dir={str(store.directory)!r} holds another run, which this one cannot continue: "
             f"{'; '.join(changes)}. Give another log_dir, or what the run was begun with."
         )
     for name in now:
@@ -205,7 +204,7 @@ def check_same(journal: Journal, now: Mapping[str, str], packages: Mapping[str, 
             logger.warning(
                 "log_dir=%r: the source of the %s has changed since the last session. Its scores and those to come are "
                 "compared with each other. Give another log_dir if it scores otherwise now.",
-                str(journal.directory),
+                str(store.directory),
                 name.removeprefix(SOURCE),
             )
 
@@ -216,15 +215,15 @@ def _release_series(version_text: str) -> list[str]:
 
 
 @contextmanager
-def open_journal(
+def open_store(
     log_dir: str | PathLike[str] | None,
     optimizer: str,
     arguments: Mapping[str, Any],
     parts: Mapping[str, str],
     lms: Iterable[Any],
     each_once: bool = False,
-) -> Generator[RunJournal | None, None, None]:
-    """Open the journal of a run in a directory, a new one or one to go on with; None without a directory.
+) -> Generator[Store, None, None]:
+    """Open the Store of a run: in a directory, a new one or one to go on with; without a directory in memory.
 
     What is raised while a run is built around it closes it, so that others may have the directory. ``arguments`` (of
     the optimizer) are written down without secrets, among which are the keys of ``lms``.
@@ -232,26 +231,22 @@ def open_journal(
     Raises:
         RunDirectoryError: the directory cannot be written, is in use, or holds another run.
     """
-    if log_dir is None:
-        yield None
-        return
     redaction = Redaction(secrets_in(arguments) | secrets_in(os.environ))
     for lm in lms:
         redaction.add(secrets_held_by(lm))
-    journal = Journal(Path(log_dir), redaction)
+    store = Store(log_dir, redaction, each_once=each_once, is_readable=is_readable)
     try:
         now, packages = {"optimizer": optimizer, **parts}, versions()
-        with reporting_damage(journal.path):
-            check_same(journal, now, packages)
-        run_journal = RunJournal(journal, each_once, is_readable)
-        journal.append(
+        with reporting_damage(store.path):
+            check_same(store, now, packages)
+        store.append(
             "sessions",
-            id=journal.session,
+            id=store.session,
             pid=os.getpid(),
             settings={**plain_settings(arguments), "versions": packages},
             fingerprints=now,
         )
-        yield run_journal
+        yield store
     except BaseException:
-        journal.close()
+        store.close()
         raise

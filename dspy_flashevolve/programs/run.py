@@ -14,7 +14,6 @@ from dspy.utils.exceptions import AdapterParseError
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import LmCallCounted
-from dspy_flashevolve.engine.journal import BEFORE_STEPS, RunJournal, hash_of
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import is_being_cancelled
 from dspy_flashevolve.engine.provider import RetryPolicy
@@ -22,6 +21,7 @@ from dspy_flashevolve.engine.requests import Call, OnGranted, RequestCost, Rollo
 from dspy_flashevolve.engine.run import EvolutionRun, Observer
 from dspy_flashevolve.engine.scheduler import Requester
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
+from dspy_flashevolve.engine.store import BEFORE_STEPS, Store, hash_of
 from dspy_flashevolve.observe.progress import Display, Progress
 from dspy_flashevolve.observe.statistics import Recorder, RunStats
 from dspy_flashevolve.programs.building import StudentAdapter, copy_of
@@ -75,7 +75,7 @@ class DspyRun(EvolutionRun):
             LM. In the order of the way that a step takes: a later stage goes first where slots are scarce.
         settings: limits, schedule and seed.
         retry: how often a request is made that the provider turns away, and when.
-        journal: where the run is written down, so that it can go on; None for nowhere.
+        store: what writes the run down, so that it can go on; see ``open_store``. Default: nothing is written down.
         shown_calls: what the progress bar and the statistics give as the budget. Default: ``max_metric_calls``.
 
     Raises:
@@ -89,7 +89,7 @@ class DspyRun(EvolutionRun):
         stages: Mapping[str, Sequence[Any]],
         settings: RunSettings | None = None,
         retry: RetryPolicy | None = None,
-        journal: RunJournal | None = None,
+        store: Store | None = None,
         shown_calls: int | None = None,
     ) -> None:
         if not all(isinstance(targets, list | tuple) and targets for targets in stages.values()):
@@ -118,7 +118,7 @@ class DspyRun(EvolutionRun):
             adaptive=adaptive,
             limits=settings,
             retry=retry,
-            journal=journal,
+            store=store,
             observers=observers,
         )
         self.recorder = Recorder(self.clock)

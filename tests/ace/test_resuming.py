@@ -18,7 +18,7 @@ from dspy.utils.exceptions import LMAuthError
 from dspy_flashevolve import AsyncACE, ConfigurationError, Playbook, RunAbortedError
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.journal import FILE
+from dspy_flashevolve.engine.store import FILE
 from tests.ace.child import SLOTS, VAL, SlowChain, facts, replies, run
 from tests.fakes import digits, examples, fake_lm
 from tests.killing import killed_after

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.events import RequestFinished, StepClosed
-from dspy_flashevolve.engine.journal import BEFORE_STEPS, Journal, RunJournal, Unfinished, hash_of
 from dspy_flashevolve.engine.redaction import REDACTED, Redaction
 from dspy_flashevolve.engine.requests import (
     Call,
@@ -28,6 +27,7 @@ from dspy_flashevolve.engine.requests import (
 )
 from dspy_flashevolve.engine.run import EvolutionRun, RunLimits
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step
+from dspy_flashevolve.engine.store import BEFORE_STEPS, Store, Unfinished, hash_of
 from dspy_flashevolve.sim.virtual import run as in_virtual_time
 
 KEY = RolloutKey(hash_of({"p": "text"}), "train", 3)
@@ -59,141 +59,139 @@ class Words:
         return text
 
 
-def session(directory: Path, *secrets: str) -> RunJournal:
-    journal = Journal(directory, Redaction(secrets))
-    journal.append(
-        "sessions", id=journal.session, began_at=0.0, pid=1, fingerprints={},
+def session(directory: Path, *secrets: str) -> Store:
+    store = Store(directory, Redaction(secrets))
+    store.append(
+        "sessions", id=store.session, began_at=0.0, pid=1, fingerprints={},
         settings={"max_metric_calls": 10**6, "schedule": "async"},
     )  # fmt: skip
-    return RunJournal(journal)
+    return store
 
 
-def write(journal: RunJournal, step: int, score: float = 0.5, key: RolloutKey = KEY, trace: str | None = "t") -> None:
-    journal.record_rollout(
-        key, "rollout", step, Rollout("out", score), ('"out"', trace), 1.0, journal.record_call("r", step)
+def write(store: Store, step: int, score: float = 0.5, key: RolloutKey = KEY, trace: str | None = "t") -> None:
+    store.record_rollout(
+        key, "rollout", step, Rollout("out", score), ('"out"', trace), 1.0, store.record_call("r", step)
     )
 
 
-def closed(journal: RunJournal) -> None:
-    journal.record_session_end("aborted", "")
+def closed(store: Store) -> None:
+    store.record_session_end("aborted", "")
 
 
-def found(journal: RunJournal, step: int, key: RolloutKey = KEY) -> float | None:
-    rollout = journal.find_rollout(key, step, Kept().read)
+def found(store: Store, step: int, key: RolloutKey = KEY) -> float | None:
+    rollout = store.find_rollout(key, step, Kept().read)
     return None if rollout is None else rollout.score
 
 
 def test_steps_without_an_end_are_found_with_what_they_had_selected(tmp_path: Path) -> None:
-    journal = session(tmp_path)
+    store = session(tmp_path)
     for number in range(4):
-        journal.record_selection(number, version=number, selection={"parent": number})
-    journal.record_end(1, "rejected", "")
-    journal.record_end(3, "committed", "")
-    closed(journal)
-    journal = session(tmp_path)
-    assert journal.load_unfinished() == [Unfinished(0, 0, {"parent": 0}), Unfinished(2, 2, {"parent": 2})]
-    assert journal.last_step == 3
-    closed(journal)
+        store.record_selection(number, version=number, selection={"parent": number})
+    store.record_end(1, "rejected", "")
+    store.record_end(3, "committed", "")
+    closed(store)
+    store = session(tmp_path)
+    assert store.load_unfinished() == [Unfinished(0, 0, {"parent": 0}), Unfinished(2, 2, {"parent": 2})]
+    assert store.last_step == 3
+    closed(store)
 
 
 def test_a_rollout_that_was_paid_answers_only_steps_that_run_again(tmp_path: Path) -> None:
-    journal = session(tmp_path)
-    journal.record_selection(0, 0, None)
-    journal.record_selection(1, 0, None)
-    write(journal, 0)
-    write(journal, 1, 0.9, RolloutKey(KEY.candidate, "train", 4))
-    journal.record_end(1, "rejected", "")
-    assert found(journal, 0) is None, "nothing is taken up"
-    closed(journal)
-    journal = session(tmp_path)
-    journal.load_unfinished()
-    assert found(journal, 0) == 0.5
-    assert found(journal, 0, RolloutKey(KEY.candidate, "train", 4)) is None, "of a step that has ended"
-    assert found(journal, 0, RolloutKey(KEY.candidate, "val", 3)) is None
-    assert found(journal, 0, RolloutKey(KEY.candidate, "train", 3, traced=False)) is None
-    assert found(journal, 7) is None, "a new step pays"
-    assert (journal.spent, journal.paid[0], journal.paid[1]) == (2, 1, 0)
-    closed(journal)
+    store = session(tmp_path)
+    store.record_selection(0, 0, None)
+    store.record_selection(1, 0, None)
+    write(store, 0)
+    write(store, 1, 0.9, RolloutKey(KEY.candidate, "train", 4))
+    store.record_end(1, "rejected", "")
+    assert found(store, 0) is None, "nothing is taken up"
+    closed(store)
+    store = session(tmp_path)
+    store.load_unfinished()
+    assert found(store, 0) == 0.5
+    assert found(store, 0, RolloutKey(KEY.candidate, "train", 4)) is None, "of a step that has ended"
+    assert found(store, 0, RolloutKey(KEY.candidate, "val", 3)) is None
+    assert found(store, 0, RolloutKey(KEY.candidate, "train", 3, traced=False)) is None
+    assert found(store, 7) is None, "a new step pays"
+    assert (store.spent, store.paid[0], store.paid[1]) == (2, 1, 0)
+    closed(store)
 
 
 @pytest.mark.parametrize("each_once", [False, True])
 def test_one_that_is_kept_answers_all_that_are_equal_or_in_lockstep_one(tmp_path: Path, each_once: bool) -> None:
-    journal = session(tmp_path)
-    journal.record_selection(0, 0, None)
-    write(journal, 0, 0.25)
-    write(journal, 0, 0.5)
-    closed(journal)
-    journal = RunJournal(Journal(tmp_path), each_once)
-    journal.load_unfinished()
-    assert [found(journal, 0) for _ in range(3)] == ([0.25, 0.5, None] if each_once else [0.5] * 3)
-    closed(journal)
+    store = session(tmp_path)
+    store.record_selection(0, 0, None)
+    write(store, 0, 0.25)
+    write(store, 0, 0.5)
+    closed(store)
+    store = Store(tmp_path, each_once=each_once)
+    store.load_unfinished()
+    assert [found(store, 0) for _ in range(3)] == ([0.25, 0.5, None] if each_once else [0.5] * 3)
+    closed(store)
 
 
 def test_what_is_missing_is_what_is_still_to_be_paid_and_a_trace_that_is_needed_is_paid_again(tmp_path: Path) -> None:
-    journal = session(tmp_path)
-    journal.record_selection(0, 0, None)
-    write(journal, 0)
-    write(journal, 0, key=RolloutKey(KEY.candidate, "train", 4), trace=None)
-    closed(journal)
-    journal = session(tmp_path)
-    journal.load_unfinished()
+    store = session(tmp_path)
+    store.record_selection(0, 0, None)
+    write(store, 0)
+    write(store, 0, key=RolloutKey(KEY.candidate, "train", 4), trace=None)
+    closed(store)
+    store = session(tmp_path)
+    store.load_unfinished()
     ids = [3, 4, 5]
-    assert journal.count_missing(0, KEY.candidate, "train", ids) == 1
-    assert journal.count_missing(0, KEY.candidate, "train", ids, needs_trace=True) == 2
-    assert journal.count_missing(0, KEY.candidate, "val", ids) == 3
-    assert journal.count_missing(9, KEY.candidate, "train", ids) == 3
-    closed(journal)
+    assert store.count_missing(0, KEY.candidate, "train", ids) == 1
+    assert store.count_missing(0, KEY.candidate, "train", ids, needs_trace=True) == 2
+    assert store.count_missing(0, KEY.candidate, "val", ids) == 3
+    assert store.count_missing(9, KEY.candidate, "train", ids) == 3
+    closed(store)
 
 
 def test_what_belongs_to_no_step_is_found_where_it_is_not_done(tmp_path: Path) -> None:
-    journal = session(tmp_path)
-    write(journal, BEFORE_STEPS)
-    closed(journal)
+    store = session(tmp_path)
+    write(store, BEFORE_STEPS)
+    closed(store)
     for seeded, score in ((False, 0.5), (True, None)):
-        journal = session(tmp_path)
-        journal.load_unfinished(seeded)
-        assert found(journal, BEFORE_STEPS) == score
-        closed(journal)
+        store = session(tmp_path)
+        store.load_unfinished(seeded)
+        assert found(store, BEFORE_STEPS) == score
+        closed(store)
 
 
 def test_requests_and_dollars_of_a_session_that_was_killed_count_to_the_last_one(tmp_path: Path) -> None:
     """Also those whose answer was of no use, after the last end of a step, and all of earlier sessions; a rollout that
     was given up costs dollars, but is no request of a reflection."""
     for before in (0, 1):
-        journal = session(tmp_path)
-        assert (journal.requests_before, journal.dollars_before) == (3 * before, pytest.approx(0.875 * before))
-        journal(RequestFinished(1.0, 0, "propose", 1.0, 10, 0.25))
-        journal.record_reply(0, "propose", "0", "an answer", 10, 0.25)
-        journal(StepClosed(2.0, 2 * before, End(EndKind.REJECTED, ""), 0))
-        journal(RequestFinished(3.0, 1, "propose", 1.0, 10, 0.125, error="unreadable"))
-        journal(RequestFinished(4.0, 1, "integrate", 1.0, 10, 0.125))
-        journal(RequestFinished(5.0, 1, "rollout", 1.0, 10, 0.125, error="given up"))
-        journal.record_rollout(KEY, "rollout", 1, Rollout("out", 0.5, cost_dollars=0.25), ("", None), 1.0, 1)
-        journal.journal.close()  # no end of the session is written
+        store = session(tmp_path)
+        assert (store.requests_before, store.dollars_before) == (3 * before, pytest.approx(0.875 * before))
+        store(RequestFinished(1.0, 0, "propose", 1.0, 10, 0.25))
+        store.record_reply(0, "propose", "0", "an answer", 10, 0.25)
+        store(StepClosed(2.0, 2 * before, End(EndKind.REJECTED, ""), 0))
+        store(RequestFinished(3.0, 1, "propose", 1.0, 10, 0.125, error="unreadable"))
+        store(RequestFinished(4.0, 1, "integrate", 1.0, 10, 0.125))
+        store(RequestFinished(5.0, 1, "rollout", 1.0, 10, 0.125, error="given up"))
+        store.record_rollout(KEY, "rollout", 1, Rollout("out", 0.5, cost_dollars=0.25), ("", None), 1.0, 1)
+        store.close()  # no end of the session is written
     killed = session(tmp_path)
     assert (killed.requests_before, killed.dollars_before) == (6, pytest.approx(1.75))
-    killed.journal.close()
+    killed.close()
 
 
 def test_a_step_whose_texts_had_a_secret_taken_out_fails_and_runs_no_more(tmp_path: Path) -> None:
-    journal = session(tmp_path, "swordfish-42")
-    name = journal.record_candidate({"p": "say swordfish-42"})
-    journal.record_selection(0, 0, {"candidate": name})
-    journal.record_selection(1, 0, {"question": "is it swordfish-42?"})
-    journal.record_selection(2, 0, {})
-    journal.record_reply(2, "propose", "0", "swordfish-42", 0, 0.0)
-    journal.record_reply(2, "propose", "1", "a plain word", 0, 0.0)
-    closed(journal)
-    journal = session(tmp_path)
-    assert [one.number for one in journal.load_unfinished()] == [2]
-    assert REDACTED in journal.texts[name]["p"]
-    assert (journal.find_reply(2, "propose", "0"), journal.find_reply(2, "propose", "1")) == (None, "a plain word")
-    closed(journal)
-    journal = session(tmp_path)
-    assert {row["step"]: row["way"] for row in journal.journal.rows("SELECT * FROM ends")} == dict.fromkeys(
-        (0, 1), "failed"
-    )
-    closed(journal)
+    store = session(tmp_path, "swordfish-42")
+    name = store.record_candidate({"p": "say swordfish-42"})
+    store.record_selection(0, 0, {"candidate": name})
+    store.record_selection(1, 0, {"question": "is it swordfish-42?"})
+    store.record_selection(2, 0, {})
+    store.record_reply(2, "propose", "0", "swordfish-42", 0, 0.0)
+    store.record_reply(2, "propose", "1", "a plain word", 0, 0.0)
+    closed(store)
+    store = session(tmp_path)
+    assert [one.number for one in store.load_unfinished()] == [2]
+    assert REDACTED in store.texts[name]["p"]
+    assert (store.find_reply(2, "propose", "0"), store.find_reply(2, "propose", "1")) == (None, "a plain word")
+    closed(store)
+    store = session(tmp_path)
+    assert {row["step"]: row["way"] for row in store.rows("SELECT * FROM ends")} == dict.fromkeys((0, 1), "failed")
+    closed(store)
 
 
 # Whole runs
@@ -208,7 +206,7 @@ class Loop:
             name="a loop",
             stages={"rollout": ["e"], "propose": ["e"]},
             slots=3,
-            journal=session(directory),
+            store=session(directory),
             limits=RunLimits(seed=seed),
         )
 
@@ -251,11 +249,10 @@ class Loop:
 
     def play(self, seconds: float) -> None:
         async def main() -> None:
-            journal = self.run.journal
-            assert journal is not None
-            journal.load_unfinished()
+            store = self.run.store
+            store.load_unfinished()
             with anyio.move_on_after(seconds):
-                await self.run.evolve(self.step, LiveSteps(4), calls_per_step=6, first_number=journal.last_step + 1)
+                await self.run.evolve(self.step, LiveSteps(4), calls_per_step=6, first_number=store.last_step + 1)
 
         in_virtual_time(lambda: self.run.run_async(main))
 
@@ -271,10 +268,10 @@ def test_however_often_it_is_interrupted_nothing_that_was_paid_is_paid_again_and
         Loop(directory, seed, paid, selects=selects).play(seconds)
     assert set(paid.values()) == {1}
     assert len(paid) == 12 * 7
-    journal = Journal(directory)
-    ends = [row["step"] for row in journal.rows("SELECT step FROM ends ORDER BY step")]
-    spent = journal.rows("SELECT SUM(calls) AS spent FROM calls")[0]["spent"]
-    journal.close()
+    store = Store(directory)
+    ends = [row["step"] for row in store.rows("SELECT step FROM ends ORDER BY step")]
+    spent = store.rows("SELECT SUM(calls) AS spent FROM calls")[0]["spent"]
+    store.close()
     assert ends == list(range(12))
     assert 72 <= spent <= 72 + 3 * len(interruptions), "a metric that had begun when it was interrupted counts"
     assert check(directory).problems == []

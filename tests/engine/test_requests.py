@@ -37,6 +37,7 @@ from dspy_flashevolve.engine.requests import (
 )
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.engine.steps import Budget, EndKind, Reservation, StepEnded
+from dspy_flashevolve.engine.store import Store
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import STAGES, Asker
@@ -64,7 +65,7 @@ class Bench:
         self.providers = Providers(
             {stage: ["e"] for stage in STAGES}, None, self.scheduler, bus, now, retry, random.Random(0)
         )
-        self.requests = Requests(self.scheduler, bus, self.providers, **options)
+        self.requests = Requests(self.scheduler, bus, self.providers, Store(), **options)
 
     def reserved(self, calls: int = 1) -> Reservation:
         reservation = self.budget.reserve(calls)

@@ -11,6 +11,7 @@ from gepa.core.state import ValsetEvaluation
 from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.steps import Budget, Reservation, Step, step_rng
+from dspy_flashevolve.engine.store import Store
 from dspy_flashevolve.gepa.options import build_parts
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Commit
@@ -33,7 +34,7 @@ def pool_of(callbacks: Sequence[Any] = (), **texts: str) -> Pool:
     """A pool whose seed is validated: .5 on each of four examples. Its candidates have one component, p, by default."""
     loader = ListDataLoader(list(range(EXAMPLES)))
     settings, quiet = configured(gepa_kwargs={"callbacks": callbacks}), SimpleNamespace(log=lambda message: None)
-    run: Any = SimpleNamespace(lockstep=False, journal=None, budget=Budget(None))
+    run: Any = SimpleNamespace(lockstep=False, store=Store(), budget=Budget(None))
     parts = build_parts(settings, loader, quiet)
     seed = texts or {"p": "seed"}
     pool = Pool(run, settings, parts, object(), seed, loader, loader, quiet, best=None)

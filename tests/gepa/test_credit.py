@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.journal import hash_of
+from dspy_flashevolve.engine.store import hash_of
 from dspy_flashevolve.gepa.changes import Edit, EditedText
 from dspy_flashevolve.gepa.credit import Credit, Evidence
 from tests.fakes import hashed

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncGEPA, Reflective, Workflow
-from dspy_flashevolve.engine.journal import Rollout
+from dspy_flashevolve.engine.store import Rollout
 from dspy_flashevolve.gepa import evaluate
 from dspy_flashevolve.gepa.evaluate import Gate
 from dspy_flashevolve.sim.virtual import run

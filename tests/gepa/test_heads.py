@@ -12,6 +12,7 @@ import pytest
 from gepa.core.state import ValsetEvaluation
 
 from dspy_flashevolve.engine.steps import Budget, Step, StepEnded
+from dspy_flashevolve.engine.store import Store
 from dspy_flashevolve.gepa.credit import Head, Outlook
 from dspy_flashevolve.gepa.heads import CONSOLIDATION, Heads, Phase
 from dspy_flashevolve.gepa.records import Commit, Proposal, Validated
@@ -32,6 +33,9 @@ class Changes:
     def head(self) -> Head:
         return self.now
 
+    def kept(self) -> None:
+        """Nothing that a run which goes on needs."""
+
     def mark_validating(self, step: int, head: Head) -> None:
         self.validating.append(step)
         self.now = WORSE  # later heads are compared with this one
@@ -46,7 +50,7 @@ def heads_of(seconds_left: float = 1000.0) -> tuple[Heads, Any, Changes]:
     budget = Budget(None)
     budget.spent = 100
     run: Any = SimpleNamespace(
-        live=[], lockstep=False, journal=None, budget=budget, max_seconds=1000.0,
+        live=[], lockstep=False, store=Store(), budget=budget, max_seconds=1000.0,
         clock=type("Clock", (), {"began": 0.0, "__call__": lambda self: 1000.0 - seconds_left})(),
         scheduler=SimpleNamespace(limit=4, statistics=lambda: SimpleNamespace(stages={})),
     )  # fmt: skip

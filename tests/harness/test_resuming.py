@@ -16,7 +16,7 @@ from dspy.utils.exceptions import LMAuthError
 from dspy_flashevolve import AsyncMetaHarness, RunAbortedError
 from dspy_flashevolve.engine import RunDirectoryError
 from dspy_flashevolve.engine.check import check
-from dspy_flashevolve.engine.journal import FILE
+from dspy_flashevolve.engine.store import FILE
 from dspy_flashevolve.harness.archive import context_tokens
 from dspy_flashevolve.sandbox.contract import Failure, Job, Outcome, SandboxError
 from tests.fakes import fake_lm

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from dspy_flashevolve.cli import FAILED, NO_RUN, NOT_WRITTEN, WRONG_ARGUMENT, main
-from dspy_flashevolve.engine.journal import Journal
+from dspy_flashevolve.engine.store import Store
 from tests.observe.runs import Session
 
 READERS = ("watch", "report", "compare", "export", "diff", "lineage")
@@ -135,7 +135,7 @@ def test_values_of_another_kind_are_refused_where_they_are_needed(
 
 
 def test_a_run_without_a_session_has_no_best_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Journal(tmp_path).close()
+    Store(tmp_path).close()
     assert "no candidate has a score yet" in refusal(
         capsys, "export", tmp_path, tmp_path / "out", status=WRONG_ARGUMENT
     )
@@ -360,7 +360,7 @@ def test_texts_that_no_encoding_holds_are_shown_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Session(tmp_path / "run") as session:
-        session.written.record_commit(0, 0, 0, {"answer": "half a pair \ud800"}, [], {}, 0.5)
+        session.store.record_commit(0, 0, 0, {"answer": "half a pair \ud800"}, [], {}, 0.5)
         session.ends("finished")
     out = tmp_path / "out"
     for command in ("report", "export", "lineage"):

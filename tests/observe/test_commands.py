@@ -16,7 +16,7 @@ import pytest
 from dspy_flashevolve import Harness, Playbook
 from dspy_flashevolve.cli import NO_RUN, WRONG_ARGUMENT, main
 from dspy_flashevolve.engine.events import ActorLost, RequestTurnedAway, SeedValidated
-from dspy_flashevolve.engine.journal import Journal
+from dspy_flashevolve.engine.store import Store
 from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.report import report
 from dspy_flashevolve.observe.terminal import watch
@@ -56,9 +56,9 @@ def test_watch_shows_a_run_of_another_process_until_it_is_over(tmp_path: Path) -
         def wait() -> None:
             left.pop(0)()
             if left:
-                session.journal.flush_blocking()
+                session.store.flush_blocking()
 
-        session.journal.flush_blocking()
+        session.store.flush_blocking()
         history = watch("a run", lambda: read(tmp_path), shown.append, wait)
     assert [len(shown), left, history.state] == [4, [], "finished"]
     assert "running" in shown[0]
@@ -84,11 +84,11 @@ def test_watch_waits_for_a_run_that_has_not_begun(
         if len(printed) == 2:
             run.mkdir()
         elif len(printed) == 3:
-            Journal(run).close()
+            Store(run).close()
             (run / "journal.sqlite").rename(run / "journal.new")
         elif len(printed) == 4:
             (run / "journal.new").rename(run / "journal.sqlite")
-            begin.held = Journal(run)  # type: ignore[attr-defined]
+            begin.held = Store(run)  # type: ignore[attr-defined]
         elif len(printed) == 5:
             begin.held.close()  # type: ignore[attr-defined]
             with Session(run) as session:
@@ -109,8 +109,8 @@ def test_watch_says_how_much_longer_a_run_may_take(tmp_path: Path, capsys: pytes
         paid.ran(0, SEED, 1, 0.5, cost_dollars=0.4)
         for session in (timed, counted, paid):
             session.tells(SeedValidated(0.0, 0.5, 0.5), SeedValidated(10.0, 0.5, 0.5))
-            session.written.record_call("rollout", 0)
-            session.journal.flush_blocking()
+            session.store.record_call("rollout", 0)
+            session.store.flush_blocking()
         assert "running, 10.0 s, about 40.0 s left" in output_of(capsys, "watch", tmp_path / "dollars", "--once")
         assert "running, 10.0 s, about 50.0 s left" in output_of(capsys, "watch", tmp_path / "time", "--once")
         assert "running, 10.0 s, about 30.0 s left" in output_of(capsys, "watch", tmp_path / "calls", "--once")
@@ -168,17 +168,17 @@ def test_what_is_known_of_the_seed_while_it_is_validated_is_not_its_score(
     with Session(tmp_path) as session:
         for example in (0, 1):
             session.ran(-1, SEED, example, 1.0, stage="validate", split="val")
-        session.journal.flush_blocking()
+        session.store.flush_blocking()
         assert "best score -, seed 2 examples, " in output_of(capsys, "watch", tmp_path, "--once")
         prints = {"optimizer": "AsyncGEPA", "valset": "3 examples, 33222d6df30d"}
-        session.journal.append("sessions", id=2, pid=1, settings={}, fingerprints=prints)
-        session.journal.flush_blocking()
+        session.store.append("sessions", id=2, pid=1, settings={}, fingerprints=prints)
+        session.store.flush_blocking()
         assert "best score -, seed 2 of 3 examples, " in output_of(capsys, "watch", tmp_path, "--once")
         assert output_of(capsys, "lineage", tmp_path) == "candidate 0 (the seed): 2 of 3 examples validated\n"
         assert "2 of 3 examples" in output_of(capsys, "compare", tmp_path)
         assert "<dt>seed</dt><dd>2 of 3 examples</dd>" in report(read(tmp_path))
         session.ran(-1, SEED, 2, 0.25, stage="validate", split="val")
-        session.journal.flush_blocking()
+        session.store.flush_blocking()
         assert "seed 0.7500 on 3 examples" in output_of(capsys, "watch", tmp_path, "--once")
 
 
@@ -197,7 +197,7 @@ def test_the_last_figures_of_watch_are_those_of_the_run(
 
 def test_a_terminal_gets_no_control_characters_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Session(tmp_path) as session:
-        session.written.record_commit(0, 1, 1, {"answer": "red \x1b[31m"}, [0], {}, 0.5)
+        session.store.record_commit(0, 1, 1, {"answer": "red \x1b[31m"}, [0], {}, 0.5)
         session.ends("failed", "because \x1b[2J\x07")
     for command in (["watch"], ["lineage", "--prompts"]):
         assert "\x1b" not in output_of(capsys, command[0], tmp_path, *command[1:])
@@ -222,8 +222,8 @@ def test_diff_shows_what_changed_from_one_candidate_to_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Session(tmp_path) as session:
-        session.written.record_commit(0, 0, 1, {"a": "one\ntwo", "b": "same"}, [], {}, 0.1)
-        session.written.record_commit(1, 1, 2, {"a": "one\nthree", "b": "same"}, [0], {}, 0.9)
+        session.store.record_commit(0, 0, 1, {"a": "one\ntwo", "b": "same"}, [], {}, 0.1)
+        session.store.record_commit(1, 1, 2, {"a": "one\nthree", "b": "same"}, [0], {}, 0.9)
     lines = output_of(capsys, "diff", tmp_path, "seed", "best").splitlines()
     assert lines == ["--- a of candidate 0", "+++ a of candidate 1", "@@ -1,2 +1,2 @@", " one", "-two", "+three"]
     assert "have the same texts" in output_of(capsys, "diff", tmp_path, "1", "best")
@@ -295,8 +295,8 @@ def test_a_harness_is_exported_with_its_source_and_memory(tmp_path: Path, capsys
 def test_an_export_that_needs_the_saved_student_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Session(tmp_path) as session:
         prints = {"optimizer": "AsyncACE", "predictor 'first'": "x", "predictor 'second'": "y"}
-        session.journal.append("sessions", id=2, pid=1, settings={}, fingerprints=prints)
-        session.written.record_commit(-1, 0, 0, {"first": "text"}, [], {}, 0.5)
+        session.store.append("sessions", id=2, pid=1, settings={}, fingerprints=prints)
+        session.store.record_commit(-1, 0, 0, {"first": "text"}, [], {}, 0.5)
     told = error_of(capsys, "export", tmp_path, tmp_path / "out.json")
     assert "it says nothing of second" in told
     assert "--program student.json" in told

@@ -131,8 +131,8 @@ def test_a_run_that_is_at_work_can_be_read(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         session.opens(0, SEED, 3)
         session.ran(0, SEED, 3, 0.5)
-        session.written.record_call("rollout", 0)
-        session.journal.flush_blocking()
+        session.store.record_call("rollout", 0)
+        session.store.flush_blocking()
         history = read(tmp_path)
         assert (history.state, history.calls) == ("running", 2)
         assert totals_of(history).steps == {"at work": 1}

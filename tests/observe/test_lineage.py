@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dspy_flashevolve.cli import main
-from dspy_flashevolve.engine.journal import Journal, RunJournal
+from dspy_flashevolve.engine.store import Store
 from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.terminal import tree
 from tests.observe.runs import Session
@@ -50,23 +50,23 @@ def test_what_was_said_before_and_after_a_kill_stands_once(tmp_path: Path) -> No
 
 def test_a_commit_of_which_a_killed_run_told_nobody_is_there(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
-        session.written.record_commit(0, 0, 1, {"answer": "the seed"}, [], {"0": 0.5})
-        session.written.record_commit(1, 1, 2, {"answer": "x"}, [0], {"0": float("nan")})
+        session.store.record_commit(0, 0, 1, {"answer": "the seed"}, [], {"0": 0.5})
+        session.store.record_commit(1, 1, 2, {"answer": "x"}, [0], {"0": float("nan")})
     assert tree(read(tmp_path)) == "candidate 0 (the seed): score 0.500\n  candidate 1: score nan, step 1"
 
 
 def test_a_line_of_thousands_of_candidates_is_told(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         for index in range(1, 2001):
-            session.written.record_commit(index, index, index, {"answer": "x"}, [index - 1], {}, 0.5)
+            session.store.record_commit(index, index, index, {"answer": "x"}, [index - 1], {}, 0.5)
     last = tree(read(tmp_path)).splitlines()[-1]
     assert last.strip() == "candidate 2000: score 0.500, generation 2000, step 2000"
     assert len(last) < 200
 
 
 def test_the_tree_of_a_run_that_is_at_work_can_be_read(tmp_path: Path) -> None:
-    with closing(Journal(tmp_path)) as journal:
+    with closing(Store(tmp_path)) as store:
         assert tree(read(tmp_path)) == "candidate 0 (the seed)"
-        RunJournal(journal).record_commit(0, 1, 1, {"answer": "x"}, [0], {}, 0.5)
-        journal.flush_blocking()
+        store.record_commit(0, 1, 1, {"answer": "x"}, [0], {}, 0.5)
+        store.flush_blocking()
         assert "candidate 1" in tree(read(tmp_path))

@@ -108,7 +108,7 @@ def hostile(directory: Path) -> None:
     """A run all of whose texts try to be markup."""
     with Session(directory) as session:
         texts = {HOSTILE: f"{HOSTILE}\nmore"}
-        session.written.record_commit(0, 0, 0, {HOSTILE: f"gone {HOSTILE}\nmore"}, [], {HOSTILE: 0.25}, 0.25)
+        session.store.record_commit(0, 0, 0, {HOSTILE: f"gone {HOSTILE}\nmore"}, [], {HOSTILE: 0.25}, 0.25)
         session.opens(1, texts, 1)
         session.ran(1, texts, 1, 0.5, stage=HOSTILE)
         session.tells(
@@ -119,9 +119,9 @@ def hostile(directory: Path) -> None:
             Integrated(1.0, 1, 0, (1,), ((1, HOSTILE, HOSTILE),)),
         )
         child = {HOSTILE: f"{HOSTILE}\nmore\nnew {HOSTILE}"}
-        session.written.record_reply(1, "propose", "0", json.dumps({"texts": child, "feedback": [HOSTILE]}), 1, 0.0)
-        session.written.record_commit(1, 1, 1, child, [0], {HOSTILE: 0.75}, 0.75)
-        session.written.record_end(1, "rejected", HOSTILE)
+        session.store.record_reply(1, "propose", "0", json.dumps({"texts": child, "feedback": [HOSTILE]}), 1, 0.0)
+        session.store.record_commit(1, 1, 1, child, [0], {HOSTILE: 0.75}, 0.75)
+        session.store.record_end(1, "rejected", HOSTILE)
         session.ends("failed", HOSTILE)
 
 
@@ -148,7 +148,7 @@ def test_scores_by_example_mark_the_pareto_front_and_leave_out_who_is_not_on_it(
         for index, values in enumerate(scores):
             by_example = {f"{example}": value for example, value in enumerate(values)}
             parents = [0] if index else []
-            session.written.record_commit(
+            session.store.record_commit(
                 index, index, index, {"answer": f"{index}"}, parents, by_example, sum(values) / 3
             )
     history = read(tmp_path, replies=True)
@@ -168,7 +168,7 @@ def large_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng, directory = random.Random(0), tmp_path_factory.mktemp("large")
     texts = {"answer": "\n".join(f"- rule {line}: {rng.random()}" for line in range(60))}
     with Session(directory) as session:
-        session.written.record_commit(0, 0, 0, texts, [], {}, 0.1)
+        session.store.record_commit(0, 0, 0, texts, [], {}, 0.1)
         for step in range(300):
             session.opens(step, texts, *range(10))
             for example in range(16):
@@ -181,14 +181,14 @@ def large_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
             lines = texts["answer"].splitlines()
             child = {"answer": "\n".join([*lines[:150], f"- rule of step {step}: {rng.random()} " + "so that " * 10])}
-            session.written.record_reply(
+            session.store.record_reply(
                 step, "propose", "0", json.dumps({"texts": child, "feedback": ["too short " * 100] * 8}), 1, 0.0
             )
             if step % 5 < 2:
                 texts = child
                 index = len([earlier for earlier in range(step + 1) if earlier % 5 < 2])
-                session.written.record_commit(step, index, index, texts, [index - 1], {}, 0.1 + step / 1000)
-            session.written.record_end(step, "committed" if step % 5 < 2 else "rejected", f"reason {step % 7}")
+                session.store.record_commit(step, index, index, texts, [index - 1], {}, 0.1 + step / 1000)
+            session.store.record_end(step, "committed" if step % 5 < 2 else "rejected", f"reason {step % 7}")
         for example in range(200):
             session.ran(299, texts, example, 0.5, stage="validate", split="val", tokens=900, cost_dollars=0.001)
         session.ends("finished")

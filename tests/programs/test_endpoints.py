@@ -27,6 +27,7 @@ from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.provider import Providers, RetryPolicy, queues_of
 from dspy_flashevolve.engine.requests import Requests
 from dspy_flashevolve.engine.scheduler import Scheduler
+from dspy_flashevolve.engine.store import Store
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.servers import account_of, endpoint_of
@@ -59,7 +60,7 @@ class Run:
         providers = Providers(asked, adaptive, scheduler, bus, loop.time, retry, random.Random(0))
         models = LanguageModels(providers)
         models.attach(loop)
-        return cls(scheduler, models, Requests(scheduler, bus, providers), Threads(64, "test"), events)
+        return cls(scheduler, models, Requests(scheduler, bus, providers, Store()), Threads(64, "test"), events)
 
     async def ask(self, lm: Any, question: str, asynchronous: bool = True) -> str:
         """One rollout of one question."""

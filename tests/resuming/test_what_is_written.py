@@ -13,7 +13,7 @@ import pytest
 
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError
-from dspy_flashevolve.engine.journal import Journal
+from dspy_flashevolve.engine.store import Store
 from dspy_flashevolve.gepa.pool import Pool
 from tests.contract.surface import Scored, simulated
 from tests.contract.surface import sql as rows
@@ -26,9 +26,9 @@ def test_a_journal_that_fails_ends_the_run_at_once_and_scores_nothing(
 ) -> None:
     """A metric call that could not be noted is no failure of the candidate's."""
     made = 0
-    write = Journal._write_batch  # pyright: ignore[reportPrivateUsage]
+    write = Store._write_batch  # pyright: ignore[reportPrivateUsage]
 
-    def full(self: Journal, rows: list[Any]) -> None:
+    def full(self: Store, rows: list[Any]) -> None:
         if made >= after:
             self.failure = self.failure or JournalError("the disk is full")
         write(self, rows)
@@ -38,7 +38,7 @@ def test_a_journal_that_fails_ends_the_run_at_once_and_scores_nothing(
         made += pred_name is None
         return dspy.Prediction(score=0.5, feedback="not a zero")
 
-    monkeypatch.setattr(Journal, "_write_batch", full)
+    monkeypatch.setattr(Store, "_write_batch", full)
     with pytest.raises(JournalError):
         run(tmp_path, 60, predictors=1, metric=metric, schedule=schedule)
     assert made < after + 20
@@ -49,22 +49,22 @@ def test_a_journal_that_fails_ends_the_run_at_once_and_scores_nothing(
 
 
 def test_half_a_surrogate_pair_is_written_and_nobody_waits_for_ever(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.append("ends", step=1, session=1, ended_at=0.0, way="failed", reason="cut \ud83d off")
-    waiting = threading.Thread(target=journal.flush_blocking, daemon=True)
+    store = Store(tmp_path)
+    store.append("ends", step=1, session=1, ended_at=0.0, way="failed", reason="cut \ud83d off")
+    waiting = threading.Thread(target=store.flush_blocking, daemon=True)
     waiting.start()
     waiting.join(10)
     assert not waiting.is_alive()
-    assert journal.rows("SELECT reason FROM ends")[0]["reason"] == r"cut \ud83d off"
-    journal.close()
+    assert store.rows("SELECT reason FROM ends")[0]["reason"] == r"cut \ud83d off"
+    store.close()
 
 
 def test_whatever_cannot_be_written_fails_the_flush_and_does_not_hang(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.append("ends", step=2**70, session=1, ended_at=0.0, way="failed", reason="")  # OverflowError
+    store = Store(tmp_path)
+    store.append("ends", step=2**70, session=1, ended_at=0.0, way="failed", reason="")  # OverflowError
     with pytest.raises(JournalError, match="too large"):
-        journal.flush_blocking()
-    journal.close()
+        store.flush_blocking()
+    store.close()
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from dspy_flashevolve.cli import NO_RUN, main
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError, RunDirectoryError
-from dspy_flashevolve.engine.journal import COLUMNS, FILE, SCHEMA_VERSION, Journal, check_readable, hash_of
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
+from dspy_flashevolve.engine.store import COLUMNS, FILE, SCHEMA_VERSION, Store, check_readable, hash_of
 from dspy_flashevolve.observe.history import read as history_of
 
 
-def fill(journal: Journal, calls: int, limit: int = 100) -> None:
+def fill(store: Store, calls: int, limit: int = 100) -> None:
     """A small run: a step, its rollouts, the last one with its parent, its reply, a commit."""
     seed, texts = {"answer": "seed"}, {"answer": "text"}
-    append = journal.append
+    append = store.append
 
     def rollout(number: int, step: int, candidate: dict[str, str], score: float) -> None:
         append("calls", id=number, session=1, step=step, stage="validate", at=0.0, calls=1)
@@ -59,14 +59,14 @@ def fill(journal: Journal, calls: int, limit: int = 100) -> None:
     )  # fmt: skip
     append("ends", step=0, session=1, ended_at=0.0, way="committed", reason="")
     append("session_ends", id=1, ended_at=0.0, state="finished", reason="")
-    journal.flush_blocking()
+    store.flush_blocking()
 
 
 @pytest.fixture
 def filled(tmp_path: Path) -> Path:
-    journal = Journal(tmp_path)
-    fill(journal, 5)
-    journal.close()
+    store = Store(tmp_path)
+    fill(store, 5)
+    store.close()
     return tmp_path
 
 
@@ -78,12 +78,12 @@ def change(directory: Path, *statements: str) -> None:
 
 
 def test_what_many_threads_append_is_all_there(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    store = Store(tmp_path)
 
     def work(thread: int) -> None:
         for number in range(200):
-            journal.append("calls", session=thread, step=number, stage="rollout", at=0.0, calls=1)
-        journal.flush_blocking()
+            store.append("calls", session=thread, step=number, stage="rollout", at=0.0, calls=1)
+        store.flush_blocking()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -91,58 +91,58 @@ def test_what_many_threads_append_is_all_there(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     for number in range(8):
-        found = journal.rows("SELECT step FROM calls WHERE session = ? ORDER BY id", (number,))
+        found = store.rows("SELECT step FROM calls WHERE session = ? ORDER BY id", (number,))
         assert [row["step"] for row in found] == list(range(200))
-    journal.close()
+    store.close()
 
 
 def test_after_a_flush_another_connection_sees_everything(tmp_path: Path) -> None:
     async def appended() -> int:
-        journal.append("calls", session=1, step=7, stage="rollout", at=0.0, calls=1)
-        await journal.flush()
+        store.append("calls", session=1, step=7, stage="rollout", at=0.0, calls=1)
+        await store.flush()
         with closing(sqlite3.connect(tmp_path / FILE)) as other:
             return other.execute("SELECT step FROM calls").fetchone()[0]
 
-    journal = Journal(tmp_path)
+    store = Store(tmp_path)
     assert asyncio.run(appended()) == 7
-    journal.close()
+    store.close()
 
 
 def test_a_batch_that_fails_leaves_nothing_of_itself_and_ends_the_writing(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.append("ends", step=1, session=1, ended_at=0.0, way="rejected", reason="")
-    journal.flush_blocking()
-    journal.append("ends", step=1, session=1, ended_at=0.0, way="rejected", reason="twice")
+    store = Store(tmp_path)
+    store.append("ends", step=1, session=1, ended_at=0.0, way="rejected", reason="")
+    store.flush_blocking()
+    store.append("ends", step=1, session=1, ended_at=0.0, way="rejected", reason="twice")
     with pytest.raises(JournalError, match="UNIQUE"):
-        journal.flush_blocking()
-    journal.append("ends", step=2, session=1, ended_at=0.0, way="rejected", reason="")
+        store.flush_blocking()
+    store.append("ends", step=2, session=1, ended_at=0.0, way="rejected", reason="")
     with pytest.raises(JournalError):
-        journal.flush_blocking()
-    assert len(journal.rows("SELECT * FROM ends")) == 1
-    journal.close()
+        store.flush_blocking()
+    assert len(store.rows("SELECT * FROM ends")) == 1
+    store.close()
 
 
 def test_a_closed_journal_takes_no_flush_and_gives_the_directory_back(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.append("calls", session=1, step=1, stage="rollout", at=0.0, calls=1)
-    journal.close()
-    journal.close()
+    store = Store(tmp_path)
+    store.append("calls", session=1, step=1, stage="rollout", at=0.0, calls=1)
+    store.close()
+    store.close()
     with pytest.raises(JournalError, match="closed"):
-        journal.flush_blocking()
-    again = Journal(tmp_path)
+        store.flush_blocking()
+    again = Store(tmp_path)
     assert len(again.rows("SELECT * FROM calls")) == 1
     again.close()
 
 
 def test_another_version_of_the_schema_is_refused_with_what_to_do_and_left_as_it_is(tmp_path: Path) -> None:
-    Journal(tmp_path).close()
+    Store(tmp_path).close()
     for version in (1, SCHEMA_VERSION + 1):
         change(tmp_path, f"PRAGMA user_version = {version}")
         before = (tmp_path / FILE).read_bytes()
         words = (
             rf"schema is version {version}, this .* knows version {SCHEMA_VERSION}\. Use the version that wrote it, or"
         )
-        for read in (Journal, check, history_of):
+        for read in (Store, check, history_of):
             with pytest.raises(RunDirectoryError, match=words):
                 read(tmp_path)
         assert (tmp_path / FILE).read_bytes() == before
@@ -155,7 +155,7 @@ def test_a_journal_whose_creation_was_killed_at_any_point_is_made_anew(
 ) -> None:
     """It is made under another name: a part of that, SQLite's rollback file beside it, an empty file may be left."""
     whole = tmp_path_factory.mktemp("whole")
-    Journal(whole).close()
+    Store(whole).close()
     content, directory = (whole / FILE).read_bytes(), tmp_path_factory.mktemp("killed")
     unfinished = (directory / FILE).with_suffix(".new")
     unfinished.write_bytes(content[: int(written * len(content))])
@@ -163,9 +163,9 @@ def test_a_journal_whose_creation_was_killed_at_any_point_is_made_anew(
         (directory / f"{unfinished.name}-journal").write_bytes(content[: int(rollback * len(content))])
     if empty:
         (directory / FILE).touch()
-    journal = Journal(directory)
-    fill(journal, 2)
-    journal.close()
+    store = Store(directory)
+    fill(store, 2)
+    store.close()
     assert check(directory).problems == []
     assert not unfinished.exists()
 
@@ -173,11 +173,11 @@ def test_a_journal_whose_creation_was_killed_at_any_point_is_made_anew(
 FULL = """
 import resource, sys
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.journal import Journal
+from dspy_flashevolve.engine.store import Store
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
 try:
-    Journal(sys.argv[1])
+    Store(sys.argv[1])
 except RunDirectoryError as error:
     print(error)
 """
@@ -195,20 +195,20 @@ def test_a_creation_on_a_full_disk_is_told_and_leaves_no_journal(tmp_path: Path,
     """The file system refuses files above a size: a real refusal of real writes."""
     assert "cannot be written" in in_a_process(FULL, tmp_path, size)
     assert not (tmp_path / FILE).exists()
-    Journal(tmp_path).close()
+    Store(tmp_path).close()
     check_readable(tmp_path / FILE)
 
 
 def test_a_journal_that_was_moved_away_without_the_files_beside_it_does_not_come_back(tmp_path: Path) -> None:
     """After a kill SQLite's log has what is not in the journal's file yet."""
-    journal = Journal(tmp_path / "run")
-    fill(journal, 3)
+    store = Store(tmp_path / "run")
+    fill(store, 3)
     copy = tmp_path / "killed"
     shutil.copytree(tmp_path / "run", copy)
-    journal.close()
+    store.close()
     assert (copy / f"{FILE}-wal").stat().st_size
     (copy / FILE).unlink()
-    again = Journal(copy)
+    again = Store(copy)
     assert again.session == 1
     assert again.rows("SELECT * FROM rollouts") == []
     again.close()
@@ -216,9 +216,9 @@ def test_a_journal_that_was_moved_away_without_the_files_beside_it_does_not_come
 
 def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
     directory = tmp_path / "what? 100% #1"
-    journal = Journal(directory)
-    fill(journal, 2)
-    journal.close()
+    store = Store(directory)
+    fill(store, 2)
+    store.close()
     assert check(directory).problems == []
 
 
@@ -311,10 +311,10 @@ def test_no_file_however_malformed_is_taken_for_a_journal(
     (directory / FILE).write_bytes(content)
     if content:
         with pytest.raises(RunDirectoryError):
-            Journal(directory)
+            Store(directory)
         assert (directory / FILE).read_bytes() == content
     else:
-        Journal(directory).close()
+        Store(directory).close()
 
 
 @pytest.mark.long
@@ -326,9 +326,9 @@ def test_a_journal_with_a_changed_place_is_refused_or_read_but_never_breaks(
     tmp_path_factory: pytest.TempPathFactory, place: int, noise: bytes
 ) -> None:
     directory = tmp_path_factory.mktemp("noise")
-    journal = Journal(directory)
-    fill(journal, 3)
-    journal.close()
+    store = Store(directory)
+    fill(store, 3)
+    store.close()
     content = bytearray((directory / FILE).read_bytes())
     at = place % len(content)
     content[at : at + len(noise)] = noise[: len(content) - at]
@@ -336,7 +336,7 @@ def test_a_journal_with_a_changed_place_is_refused_or_read_but_never_breaks(
     with suppress(RunDirectoryError):
         check(directory)
     with suppress(RunDirectoryError):
-        Journal(directory).close()
+        Store(directory).close()
 
 
 def test_secrets_are_found_by_the_names_of_settings() -> None:
