@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import dspy
 
-from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RunAbortedError
+from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError
 from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.harness.archive import (
     IMPORTABLE,
@@ -53,33 +53,6 @@ comments `# name: ...`, `# hypothesis: ...` and `# based on: ...` (numbers of th
   there in `forward`. Nothing else is kept from one call to the next.
 - Limits of one call: {seconds:g} seconds besides LM calls, {lm_calls} LM calls with {lm_tokens} tokens in all,
   {megabytes} MB of memory. No network, no files, no processes."""
-
-
-class Directions:
-    """Gives each live step a direction of its own while there are enough: the one that was used least so far."""
-
-    def __init__(self, directions: Sequence[str] = DIRECTIONS) -> None:
-        if isinstance(directions, str) or not directions or not all(directions):
-            raise ConfigurationError(f"directions is {directions!r}, expected one or more texts.")
-        self._uses = dict.fromkeys(directions, 0)
-        self._held: dict[int, str] = {}
-
-    def reserve(self, step: int, direction: str | None = None) -> str:
-        """Return a direction for a step and reserve it until `release`; a step that runs again names the one it had."""
-        held = list(self._held.values())
-        direction = direction or min(self._uses, key=lambda text: (held.count(text), self._uses[text]))
-        if direction in self._uses:
-            self._uses[direction] += 1
-        self._held[step] = direction
-        return direction
-
-    def release(self, step: int) -> None:
-        """Give a step's direction back, if it has one."""
-        self._held.pop(step, None)
-
-    def others(self, step: int) -> list[str]:
-        """Return the directions of the other live steps."""
-        return [direction for number, direction in self._held.items() if number != step]
 
 
 class ProposeHarness(dspy.Signature):

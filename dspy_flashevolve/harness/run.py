@@ -12,6 +12,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import anyio
 import dspy
@@ -31,7 +33,7 @@ from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in, sources_in
 from dspy_flashevolve.harness.evaluating import FEW_LESSONS, Evaluations, HarnessSettings, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
-from dspy_flashevolve.harness.proposing import Directions, Drafts, agent_of, interface_for
+from dspy_flashevolve.harness.proposing import Drafts, agent_of, interface_for
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.usage import COUNTED_BY, tokens_of
@@ -43,8 +45,6 @@ SMOKE_EXAMPLES = 3
 LIVE_STEPS_A_PROPOSER = 3
 """Live steps for each proposer: while its next proposal is written, two earlier ones are checked or evaluated. More
 steps make staler proposals. No other value was measured."""
-ENDED = -1
-"""A step number that stands for all steps that had ended before an interruption."""
 FAILED = "failed candidate "
 """Prefix of the names under which the journal keeps failed candidates."""
 
@@ -54,12 +54,13 @@ class HarnessRun:
 
     def __init__(self, settings: HarnessSettings, run: DspyRun, task: HarnessTask, sandbox: CodeSandbox) -> None:
         self.settings, self.run, self.task, self.sandbox = settings, run, task, sandbox
-        self.archive = Archive(settings.log_dir)
+        self.archive = Archive(None if settings.log_dir is None else Path(settings.log_dir))
         self.missing_protection: tuple[str, ...] = ()
         """Names of the sandbox's layers that the machine does not give."""
         self._evaluations = Evaluations(settings, run, task, sandbox)
         self._calls = settings.k * (2 * SMOKE_EXAMPLES + FEW_LESSONS + len(task.lessons) + len(task.valset))
-        self._directions = Directions(settings.directions)
+        self._directions: dict[int, str] = {}
+        """Number of a live step -> its direction."""
         self._proposers = anyio.Semaphore(settings.proposers)
         self._seeded, self._admitting = anyio.Event(), anyio.Lock()
         self._being_evaluated: dict[int, list[Draft]] = {}
@@ -106,19 +107,23 @@ class HarnessRun:
                 raise RunAbortedError(f"the student could not be evaluated: {error}") from error
             raise
         finally:
-            self._directions.release(step.number)
+            self._directions.pop(step.number, None)
             self._being_evaluated.pop(step.number, None)
 
     async def select(self, step: Step) -> str:
-        """Reserve a direction, once the student has been evaluated."""
+        """Take the direction whose turn it is, once the student has been evaluated; a step that runs again has the one
+        that it had."""
         if step.recorded is None and step.number > self.settings.iterations:
             raise NothingToDoError
         await self._seeded.wait()
-        before = step.recorded or {}
-        direction = self._directions.reserve(step.number, before.get("direction"))
-        version = before.get("version", self.archive.version)
-        self.run.begin(step, version, selection={"direction": direction, "version": version})
-        return direction
+        turn = (step.number - 1) % len(self.settings.directions)
+        selection: dict[str, Any] = step.recorded or {
+            "direction": self.settings.directions[turn],
+            "version": self.archive.version,
+        }
+        self._directions[step.number] = selection["direction"]
+        self.run.begin(step, selection["version"], selection=selection)
+        return selection["direction"]
 
     async def propose(self, step: Step, direction: str) -> list[Draft]:
         """Let an agent read the archive and write drafts."""
@@ -232,7 +237,7 @@ class HarnessRun:
 
     def _reserved(self, step: int) -> str:
         """Return in words what the other live steps look into and have written, for a proposer to leave to them."""
-        lines = [f"- {direction}" for direction in self._directions.others(step)]
+        lines = [f"- {direction}" for number, direction in self._directions.items() if number != step]
         for number, drafts in self._being_evaluated.items():
             if number != step:
                 lines += [f"- being evaluated: {draft.name}: {draft.hypothesis}" for draft in drafts]
@@ -252,10 +257,8 @@ class HarnessRun:
                 journal.journal.set_state(f"{FAILED}{failed:06d}", record)
                 failed += 1
             else:
-                texts, scores = (
-                    texts_of(candidate.draft, candidate.memory),
-                    {str(n): score for n, score in enumerate(candidate.scores)},
-                )
+                texts = texts_of(candidate.draft, candidate.memory)
+                scores = {str(number): score for number, score in enumerate(candidate.scores)}
                 journal.record_commit(
                     step.number, number, number + 1, texts, candidate.draft.parents, scores, candidate.score, record
                 )
@@ -280,9 +283,6 @@ class HarnessRun:
                 self._resumed.add((record["step"], record["place"]))
                 if REDACTED in text:
                     logger.warning("candidate %04d is not as it was: a secret was taken out of the journal", number)
-            for row in rows("SELECT selection FROM steps WHERE number > 0 AND number IN (SELECT step FROM ends)"):
-                self._directions.reserve(ENDED, json.loads(row["selection"])["direction"])
-            self._directions.release(ENDED)
             if self.archive.version:
                 self._seeded.set()
             self.run.journal.load_unfinished()
