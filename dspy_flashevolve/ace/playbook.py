@@ -312,12 +312,7 @@ def cleaned(content: str) -> str:
 
 def attached(instructions: str, playbook_text: str) -> str:
     """Return instructions with a rendered playbook at their end, in place of the one that they had."""
-    return "\n\n".join(part for part in (detached(instructions), playbook_text) if part)
-
-
-def detached(instructions: str) -> str:
-    """Return instructions without their playbook."""
-    return _BLOCK.sub("", instructions)
+    return "\n\n".join(part for part in (_BLOCK.sub("", instructions), playbook_text) if part)
 
 
 NEWEST = 4

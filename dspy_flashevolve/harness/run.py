@@ -33,7 +33,7 @@ from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in, sources_in
 from dspy_flashevolve.harness.evaluating import FEW_LESSONS, Evaluations, HarnessSettings, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
-from dspy_flashevolve.harness.proposing import Drafts, agent_of, interface_for
+from dspy_flashevolve.harness.proposing import ProposerTools, agent_of, interface_for
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.usage import COUNTED_BY, tokens_of
@@ -67,7 +67,7 @@ class HarnessRun:
         self._resumed: set[tuple[int, int]] = set()
         """(step, position in its proposal) of the candidates that were in the journal."""
         self._has_warned = False
-        self._agent(self._drafts(0))  # before anything is asked
+        self._agent(self._tools(0))  # before anything is asked
 
     async def search(self) -> None:
         """Search until all iterations are done or the run is stopped.
@@ -127,12 +127,12 @@ class HarnessRun:
 
     async def propose(self, step: Step, direction: str) -> list[Draft]:
         """Let an agent read the archive and write drafts."""
-        settings, archive, drafts_written = self.settings, self.archive, self._drafts(step.number)
+        settings, archive, tools = self.settings, self.archive, self._tools(step.number)
         # The journal keeps the archive's version with the reply: a step that runs again reads it as it did before.
         asked = await self.run.call_module(
             "propose",
             step,
-            self._agent(drafts_written),
+            self._agent(tools),
             {
                 "task": self.task.description,
                 "interface": interface_for(settings.limits),
@@ -142,12 +142,12 @@ class HarnessRun:
                 "count": settings.k,
             },
             lm=settings.proposer_lm,
-            read=lambda reply: (sources_in(str(reply.modules), drafts_written.files), archive.version),
+            read=lambda reply: (sources_in(str(reply.modules), tools.drafts), archive.version),
             record=ReplyText("0"),
             is_fresh=True,
         )
-        if drafts_written.aborted is not None:
-            raise drafts_written.aborted
+        if tools.aborted is not None:
+            raise tools.aborted
         if asked.answer is None:
             error = f"{type(asked.error).__name__}: {asked.error}"[:300]
             if not self._has_warned:
@@ -163,7 +163,7 @@ class HarnessRun:
         self._being_evaluated[step.number] = drafts
         return drafts
 
-    def _drafts(self, step: int) -> Drafts:
+    def _tools(self, step: int) -> ProposerTools:
         most = self.settings.proposer_tokens
 
         def is_spent() -> bool:
@@ -172,14 +172,13 @@ class HarnessRun:
 
         examples, runs = len(self.task.smoke_examples), self.settings.proposer_runs
         rehearse = partial(self._evaluations.rehearse, step)
-        return Drafts(self.task.inputs, rehearse, examples, runs, is_spent)
+        return ProposerTools(self.archive, self.task.inputs, rehearse, examples, runs, is_spent)
 
-    def _agent(self, drafts: Drafts) -> dspy.Module:
+    def _agent(self, tools: ProposerTools) -> dspy.Module:
         """Return the agent of one proposal; ConfigurationError where the user's ``proposer`` made no module."""
-        tools = drafts.tools(self.archive)
         if self.settings.proposer is None:
-            return agent_of(tools, self.settings.proposer_steps)
-        agent = self.settings.proposer(tools)
+            return agent_of(tools.tools(), self.settings.proposer_steps)
+        agent = self.settings.proposer(tools.tools())
         if not isinstance(agent, dspy.Module):
             raise ConfigurationError(f"proposer(tools) returned {agent!r:.80}, expected a dspy.Module.")
         return agent
