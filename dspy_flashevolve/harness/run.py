@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -61,6 +62,8 @@ class HarnessRun:
         self._calls = settings.k * (2 * SMOKE_EXAMPLES + FEW_LESSONS + len(task.lessons) + len(task.valset))
         self._directions: dict[int, str] = {}
         """Number of a live step -> its direction."""
+        self._uses = Counter[str]()
+        """Direction -> steps that have had it."""
         self._proposers = anyio.Semaphore(settings.proposers)
         self._seeded, self._admitting = anyio.Event(), anyio.Lock()
         self._being_evaluated: dict[int, list[Draft]] = {}
@@ -111,17 +114,16 @@ class HarnessRun:
             self._being_evaluated.pop(step.number, None)
 
     async def select(self, step: Step) -> str:
-        """Take the direction whose turn it is, once the student has been evaluated; a step that runs again has the one
-        that it had."""
+        """Once the student is evaluated, take the direction that the fewest live steps have, of these the one that
+        was taken least; a step that runs again has the one that it had."""
         if step.recorded is None and step.number > self.settings.iterations:
             raise NothingToDoError
         await self._seeded.wait()
-        turn = (step.number - 1) % len(self.settings.directions)
-        selection: dict[str, Any] = step.recorded or {
-            "direction": self.settings.directions[turn],
-            "version": self.archive.version,
-        }
+        live = list(self._directions.values())
+        direction = min(self.settings.directions, key=lambda text: (live.count(text), self._uses[text]))
+        selection: dict[str, Any] = step.recorded or {"direction": direction, "version": self.archive.version}
         self._directions[step.number] = selection["direction"]
+        self._uses[selection["direction"]] += 1
         self.run.begin(step, selection["version"], selection=selection)
         return selection["direction"]
 
@@ -282,6 +284,8 @@ class HarnessRun:
                 self._resumed.add((record["step"], record["place"]))
                 if REDACTED in text:
                     logger.warning("candidate %04d is not as it was: a secret was taken out of the journal", number)
+            for row in rows("SELECT selection FROM steps WHERE number > 0 AND number IN (SELECT step FROM ends)"):
+                self._uses[json.loads(row["selection"])["direction"]] += 1
             if self.archive.version:
                 self._seeded.set()
             self.run.journal.load_unfinished()
