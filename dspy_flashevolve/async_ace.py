@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import AsyncIterable, Callable, Iterable, Sequence
-from os import PathLike
-from typing import Any, Literal
+from collections.abc import AsyncIterable, Iterable, Sequence
+from typing import Any
 
 import dspy
 from dspy.primitives import Example, Module
 from dspy.teleprompt.teleprompt import Teleprompter
 
 from dspy_flashevolve.ace.learner import AceSettings, playbook_in
-from dspy_flashevolve.ace.playbook import (
-    SECTIONS,
-    CountTokens,
-    Playbook,
-    approximate_tokens,
-    attached,
-    checked_sections,
-)
+from dspy_flashevolve.ace.playbook import Playbook, attached
 from dspy_flashevolve.ace.run import AceRun
-from dspy_flashevolve.engine.errors import ConfigurationError, DataError, check_counts
-from dspy_flashevolve.engine.provider import OUTAGE_SECONDS
-from dspy_flashevolve.engine.run import Schedule
-from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
+from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_store
-from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.run import with_compile_events
-from dspy_flashevolve.programs.settings import RunSettings, check_data, settings_of
-
-COUNTS = ("max_rounds", "epochs", "curator_frequency", "token_budget", "eval_every")
-"""The arguments that are whole numbers of at least 1."""
+from dspy_flashevolve.programs.settings import check_data
 
 
-class AsyncACE(Teleprompter):
+class AsyncACE(AceSettings, Teleprompter):
     """Agentic context engineering (ACE) on an asynchronous engine.
 
     A playbook of bullets is added to the instructions of a program. Each training sample is tried with it, reflected
@@ -95,58 +79,11 @@ class AsyncACE(Teleprompter):
         >>> # optimized.playbook.save("playbook.json")
     """
 
-    def __init__(
-        self,
-        metric: Callable[..., Any],
-        *,
-        reflector_lm: Any = None,
-        curator_lm: Any = None,
-        max_rounds: int = 3,
-        epochs: int = 1,
-        curator_frequency: int = 1,
-        no_ground_truth: bool = False,
-        token_budget: int = 8192,
-        eval_every: int = 10,
-        attach: Literal["all"] | Sequence[str] = "all",
-        num_threads: int | None = None,
-        max_concurrency: int | None = None,
-        schedule: Schedule = "async",
-        max_metric_calls: int | None = None,
-        max_seconds: float | None = None,
-        sections: Sequence[str] = SECTIONS,
-        perfect_score: float = 1.0,
-        failure_score: float = 0.0,
-        reflector: Module | None = None,
-        curator: Module | None = None,
-        count_tokens: CountTokens = approximate_tokens,
-        rollout_timeout_seconds: float | None = None,
-        max_outage_seconds: float | None = OUTAGE_SECONDS,
-        metric_lock: bool = False,
-        rollouts: RayRollouts | None = None,
-        seed: int = 0,
-        log_dir: str | PathLike[str] | None = None,
-    ) -> None:
-        super().__init__()
-        self.metric = metric
-        self.reflector_lm, self.curator_lm = reflector_lm, curator_lm
-        self.max_rounds, self.epochs, self.curator_frequency = max_rounds, epochs, curator_frequency
-        self.no_ground_truth = no_ground_truth
-        self.token_budget, self.eval_every = token_budget, eval_every
-        self.attach = attach
-        self.num_threads, self.max_concurrency = num_threads, max_concurrency
-        self.schedule: Schedule = schedule
-        self.max_metric_calls, self.max_seconds = max_metric_calls, max_seconds
-        self.sections = checked_sections(sections)
-        self.perfect_score, self.failure_score = perfect_score, failure_score
-        self.reflector = reflector or SampleReflection()
-        self.curator = curator or PlaybookCuration()
-        self.count_tokens = count_tokens
-        self.rollout_timeout_seconds, self.max_outage_seconds = rollout_timeout_seconds, max_outage_seconds
-        self.metric_lock, self.rollouts = metric_lock, rollouts
-        self.seed, self.log_dir = seed, log_dir
-        self._run: AceRun | None = None
-        settings_of(RunSettings, self)
-        _check_arguments(self)
+    _run: AceRun | None = None
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # an optimizer is no value, as its settings alone would be
 
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  # dspy's has a teacher, which ACE has no use for
         self,
@@ -251,11 +188,6 @@ class AsyncACE(Teleprompter):
         """Leave the run out of copies: it belongs to the optimizer that began it."""
         return {**self.__dict__, "_run": None}
 
-    def _settings(self) -> AceSettings:
-        """This optimizer's arguments as they are now, frozen for the length of a run."""
-        run = settings_of(RunSettings, self)
-        return settings_of(AceSettings, self, run=run)
-
     def _offline_run(self, student: Module, trainset: Any, valset: Any, playbook: Playbook | None) -> AceRun:
         check_data(student, trainset, None, valset)
         scored_on = list(trainset if valset is None else valset)
@@ -268,7 +200,7 @@ class AsyncACE(Teleprompter):
         parts |= {"attach": repr(names), "seed": repr(self.seed), "order of the samples (by schedule)": order}
         lms = [dspy.settings.lm, self.reflector_lm, self.curator_lm, *(predictor.lm for _, predictor in predictors)]
         with open_store(self.log_dir, type(self).__qualname__, vars(self), parts, lms) as store:
-            self._run = AceRun(self._settings(), student, names, first, list(trainset), scored_on, store=store)
+            self._run = AceRun(self, student, names, first, list(trainset), scored_on, store=store)
         return self._run
 
     def _online_run(self, student: Module, stream: Any, window: int, playbook: Playbook | None) -> AceRun:
@@ -282,7 +214,7 @@ class AsyncACE(Teleprompter):
                 f"log_dir is {str(self.log_dir)!r}, but a stream cannot be read again: leave it out, keep what is "
                 "learnt with Playbook.save, and go on from playbook=Playbook.load(...)."
             )
-        self._run = AceRun(self._settings(), student, names, first, None, None, stream=stream, window=window)
+        self._run = AceRun(self, student, names, first, None, None, stream=stream, window=window)
         return self._run
 
     def _starting_point(self, student: Any, playbook: Any, validation: int) -> tuple[list[str], Playbook]:
@@ -318,29 +250,3 @@ class AsyncACE(Teleprompter):
                 + (f", and {validation} each for the first and the last playbook's validation." if validation else ".")
             )
         return names, first
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_arguments(optimizer: Any) -> None:  # Any: a user's arguments can be of any type until they are checked
-    """Raise ConfigurationError for an argument of AsyncACE that cannot work."""
-    check_counts(**{name: getattr(optimizer, name) for name in COUNTS})
-    attach, log_dir = optimizer.attach, optimizer.log_dir
-    expected = {
-        "metric": (callable(optimizer.metric), "a function (example, prediction, ...)"),
-        **{name: (getattr(optimizer, name) is not None, "a whole number of at least 1") for name in COUNTS},
-        "log_dir": (log_dir is None or isinstance(log_dir, str | PathLike), "a path, or None"),
-        "perfect_score": (_is_number(optimizer.perfect_score), "a number"),
-        "failure_score": (_is_number(optimizer.failure_score), "a number"),
-        "attach": (attach == "all" or (isinstance(attach, list | tuple) and attach), "'all' or predictor names"),
-        "reflector": (isinstance(optimizer.reflector, Module), "a dspy.Module"),
-        "curator": (isinstance(optimizer.curator, Module), "a dspy.Module"),
-        "count_tokens": (callable(optimizer.count_tokens), "a function (text) -> tokens"),
-        "metric_lock": (isinstance(optimizer.metric_lock, bool), "True or False"),
-        "no_ground_truth": (isinstance(optimizer.no_ground_truth, bool), "True or False"),
-    }
-    for name, (is_right, description) in expected.items():
-        if not is_right:
-            raise ConfigurationError(f"{name} is {getattr(optimizer, name)!r}, expected {description}.")

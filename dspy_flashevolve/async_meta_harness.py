@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import dspy
 from dspy.teleprompt.teleprompt import Teleprompter
 
-from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError, check_counts
-from dspy_flashevolve.engine.provider import OUTAGE_SECONDS
-from dspy_flashevolve.engine.run import Schedule
+from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.store import FILE
-from dspy_flashevolve.harness.archive import Cost, Evaluated, Failed, context_tokens
+from dspy_flashevolve.harness.archive import Evaluated, Failed
 from dspy_flashevolve.harness.evaluating import HarnessSettings, task_of, texts_of
 from dspy_flashevolve.harness.program import Harness
-from dspy_flashevolve.harness.proposing import DIRECTIONS, Directions
 from dspy_flashevolve.harness.run import HarnessRun
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_store
 from dspy_flashevolve.programs.run import DspyRun, with_compile_events
 from dspy_flashevolve.programs.settings import RunSettings, settings_of
-from dspy_flashevolve.sandbox.contract import CodeSandbox, Limits
-from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
+from dspy_flashevolve.sandbox.sandbox import Sandbox
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class MetaHarnessResult:
     stats: RunStats
 
 
-class AsyncMetaHarness(Teleprompter):
+class AsyncMetaHarness(HarnessSettings, Teleprompter):
     """Meta-Harness on an asynchronous engine: a search for a better implementation of a program, as source code.
 
     A candidate is the source of one ``dspy.Module`` subclass, with memory in JSON. Proposers are agents that read the
@@ -71,7 +67,7 @@ class AsyncMetaHarness(Teleprompter):
         proposers: agents that write at once; one in lockstep. Default 2.
         cost: a function from the `Outcome` of one run on one example to its cost; its mean over the validation set is
             the second axis of the Pareto front. Default: the tokens of its prompts.
-        limits: the `Limits` of one run of a candidate. Default None: ``Limits()``.
+        limits: the `Limits` of one run of a candidate. Default ``Limits()``.
         log_dir: directory for every candidate, with scores and traces, and for the run's journal, from which
             ``compile`` goes on where a run was interrupted. Default None: nothing is written.
         num_threads: most requests in flight, over all stages. Default None: found out, as in `AsyncGEPA`.
@@ -104,56 +100,6 @@ class AsyncMetaHarness(Teleprompter):
         >>> optimizer = AsyncMetaHarness(metric, proposer_lm=dspy.LM("openai/gpt-5"), iterations=10, num_threads=32)
         >>> # harness = optimizer.compile(program, trainset=trainset, valset=valset)
     """
-
-    def __init__(
-        self,
-        metric: Callable[..., Any],
-        *,
-        proposer_lm: Any,
-        iterations: int = 20,
-        k: int = 2,
-        proposers: int = 2,
-        cost: Cost = context_tokens,
-        limits: Limits | None = None,
-        log_dir: str | Path | None = None,
-        num_threads: int | None = None,
-        schedule: Schedule = "async",
-        directions: Sequence[str] = DIRECTIONS,
-        proposer: Callable[[list[Any]], dspy.Module] | None = None,
-        proposer_steps: int = 12,
-        proposer_runs: int = 6,
-        proposer_tokens: int | None = None,
-        learn_batch: int = 16,
-        failure_score: float = 0.0,
-        max_seconds: float | None = None,
-        max_outage_seconds: float | None = OUTAGE_SECONDS,
-        sandbox: Literal["process"] | CodeSandbox = "process",
-        accept_missing_protection: Iterable[str] = (),
-        seed: int | None = 0,
-    ) -> None:
-        super().__init__()
-        if not callable(metric) or not callable(cost):
-            raise ConfigurationError(f"metric is {metric!r} and cost is {cost!r}, expected functions.")
-        self.metric, self.proposer_lm, self.cost = metric, proposer_lm, cost
-        self.iterations, self.k, self.proposers, self.proposer_steps = iterations, k, proposers, proposer_steps
-        self.proposer, self.proposer_runs, self.proposer_tokens = proposer, proposer_runs, proposer_tokens
-        self.limits, self.directions = limits or Limits(), directions
-        self.learn_batch, self.failure_score = learn_batch, failure_score
-        self.log_dir = None if log_dir is None else Path(log_dir)
-        self.accept_missing_protection = accepted_layers(accept_missing_protection)
-        self.schedule: Schedule = schedule
-        self.num_threads, self.max_seconds, self.seed, self.sandbox = num_threads, max_seconds, seed, sandbox
-        self.max_outage_seconds = max_outage_seconds
-        check_counts(
-            iterations=iterations, k=k, proposers=proposers, proposer_steps=proposer_steps, learn_batch=learn_batch,
-            proposer_runs=proposer_runs, proposer_tokens=proposer_tokens,
-        )  # fmt: skip
-        if proposer is not None and not callable(proposer):
-            raise ConfigurationError(f"proposer is {proposer!r:.80}, expected a function from tools to a dspy.Module.")
-        settings_of(RunSettings, self)
-        Directions(directions)
-        if isinstance(sandbox, str) and sandbox != "process":
-            raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process' or a CodeSandbox.")
 
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride] # as in dspy.GEPA, with the teacher left out
         self,
@@ -199,8 +145,13 @@ class AsyncMetaHarness(Teleprompter):
         task, sandbox = task_of(student, trainset, valset), self.sandbox
         if isinstance(sandbox, str):
             sandbox = Sandbox(self.limits, accept_missing_protection=self.accept_missing_protection)
-        _check_directory(self.log_dir)
-        settings = settings_of(HarnessSettings, self, directions=tuple(self.directions))
+        if self.log_dir is not None and not Path(self.log_dir, FILE).exists():
+            existing = [name for name in ("candidates", "failed") if Path(self.log_dir, name).exists()]
+            if existing:  # candidates of two runs would mix
+                raise RunDirectoryError(
+                    f"log_dir {str(self.log_dir)!r} holds another run ({', '.join(existing)}), and no journal to go on "
+                    "from: name a new one."
+                )
         data = task.trainset, task.valset
         seed = {**texts_of(task.seed, task.memory), "task": task.signature.instructions}
         parts = fingerprints_of(dspy.Predict(task.signature), seed, *data, self.metric)
@@ -209,15 +160,11 @@ class AsyncMetaHarness(Teleprompter):
         with open_store(self.log_dir, name, vars(self), parts, lms) as store:
             run = DspyRun(
                 name="AsyncMetaHarness",
-                stages={
-                    "propose": [self.proposer_lm],
-                    "check": [task.lm],
-                    "evaluate": [task.lm],
-                },
+                stages={"propose": [self.proposer_lm], "check": [task.lm], "evaluate": [task.lm]},
                 settings=settings_of(RunSettings, self),
                 store=store,
             )
-            return HarnessRun(settings, run, task, sandbox)
+            return HarnessRun(self, run, task, sandbox)
 
     def _result(self, search: HarnessRun) -> Harness:
         archive, program = search.archive, search.best_program()
@@ -230,13 +177,3 @@ class AsyncMetaHarness(Teleprompter):
             stats=search.run.statistics(),
         )
         return program
-
-
-def _check_directory(log_dir: Path | None) -> None:
-    """Raise RunDirectoryError where the directory has candidates of a run without a journal: these would mix."""
-    existing = [name for name in ("candidates", "failed") if log_dir is not None and (log_dir / name).exists()]
-    if log_dir is not None and existing and not (log_dir / FILE).exists():
-        raise RunDirectoryError(
-            f"log_dir {str(log_dir)!r} holds another run ({', '.join(existing)}), and no journal to go on from: name a "
-            "new one."
-        )

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import Any, Literal
 
 import dspy
 from dspy.primitives.module import Module
 
-from dspy_flashevolve.ace.operations import Operation, parse_operations, parse_tags
-from dspy_flashevolve.ace.playbook import CountTokens, Playbook, Tag, attached, line_of
+from dspy_flashevolve.ace.operations import parse_operations, parse_tags
+from dspy_flashevolve.ace.playbook import (
+    SECTIONS,
+    CountTokens,
+    Operation,
+    Playbook,
+    Tag,
+    approximate_tokens,
+    attached,
+    checked_sections,
+    line_of,
+)
+from dspy_flashevolve.engine.errors import ConfigurationError, check_counts
 from dspy_flashevolve.engine.requests import Rollout
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.engine.store import hash_of
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.observe.statistics import Problem
 from dspy_flashevolve.programs.building import copy_of
-from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.settings import RunSettings
@@ -33,34 +45,56 @@ attempt and feedback fits into the context of a small model. Not tuned."""
 EMPTY = "(empty)"
 """Shown to an LM in place of an empty text, so that it does not take the field for missing."""
 
+COUNTS = ("max_rounds", "epochs", "curator_frequency", "token_budget", "eval_every")
+EXPECTED: dict[str, tuple[Callable[[Any], object], Sequence[str]]] = {
+    "a whole number of at least 1": (lambda value: value is not None, COUNTS),
+    "a function": (callable, ["metric", "count_tokens"]),
+    "a number": (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
+        ["perfect_score", "failure_score"],
+    ),
+    "a dspy.Module": (lambda value: isinstance(value, Module | None), ["reflector", "curator"]),
+    "True or False": (lambda value: isinstance(value, bool), ["metric_lock", "no_ground_truth"]),
+    "a path, or None": (lambda value: isinstance(value, str | PathLike | None), ["log_dir"]),
+    "'all' or predictor names": (
+        lambda value: value == "all" or (isinstance(value, list | tuple) and value), ["attach"]
+    ),
+}  # fmt: skip
+"""What arguments have to be -> the test of it, and their names."""
 Tags = tuple[tuple[str, Tag], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AceSettings:
-    """What one run of `AsyncACE` is told to do.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AceSettings(RunSettings):
+    """The arguments of `AsyncACE`, which explains each of them. Everything that belongs to a run reads them here."""
 
-    ``run`` is what it has in common with other optimizers. Every other field is the argument of that name; `AsyncACE`
-    explains it.
-    """
+    metric: Callable[..., Any] = field(kw_only=False)
+    reflector_lm: Any = None
+    curator_lm: Any = None
+    max_rounds: int = 3
+    epochs: int = 1
+    curator_frequency: int = 1
+    no_ground_truth: bool = False
+    token_budget: int = 8192
+    eval_every: int = 10
+    attach: Literal["all"] | Sequence[str] = "all"
+    sections: Sequence[str] = SECTIONS
+    perfect_score: float = 1.0
+    failure_score: float = 0.0
+    reflector: Module | None = None
+    curator: Module | None = None
+    count_tokens: CountTokens = approximate_tokens
+    metric_lock: bool = False
+    log_dir: str | PathLike[str] | None = None
 
-    run: RunSettings
-    metric: Callable[..., Any]
-    reflector: Module
-    reflector_lm: Any
-    curator: Module
-    curator_lm: Any
-    max_rounds: int
-    epochs: int
-    curator_frequency: int
-    no_ground_truth: bool
-    token_budget: int
-    count_tokens: CountTokens
-    sections: tuple[str, ...]
-    eval_every: int
-    perfect_score: float
-    failure_score: float
-    metric_lock: bool
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_sections(self.sections)
+        check_counts(**{name: getattr(self, name) for name in COUNTS})
+        for expected, (is_right, names) in EXPECTED.items():
+            for name in names:
+                if not is_right(getattr(self, name)):
+                    raise ConfigurationError(f"{name} is {getattr(self, name)!r}, expected {expected}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +183,11 @@ class Learner:
         field_names = {name for _, predictor in predictors for name in predictor.signature.fields}
         numbered = (CITATIONS + (f"_{n + 1}" if n else "") for n in range(len(field_names) + 1))
         self._citations = next(name for name in numbered if name not in field_names)
-        self._training = self._runner(_citing(student, names, self._citations))
-        self._plain = self._runner(student)
+        options: dict[str, Any] = {"failure_score": settings.failure_score, "metric_lock": settings.metric_lock}
+        self._training = run.runner(_citing(student, names, self._citations), settings.metric, **options)
+        self._plain = run.runner(student, settings.metric, **options)
         self._valset = valset
         self._warned: set[str] = set()
-
-    def _runner(self, program: Module) -> ProgramRunner:
-        settings = self._settings
-        return self._run.runner(
-            program, settings.metric, failure_score=settings.failure_score, metric_lock=settings.metric_lock
-        )
 
     def candidate(self, text: str) -> dict[str, str]:
         """Return the program's instructions with the text of a playbook, as a candidate of the engine."""
@@ -166,7 +195,7 @@ class Learner:
 
     def playbook_of(self, candidate: Mapping[str, str], version: int) -> Playbook:
         """Return the playbook in the instructions of a candidate."""
-        sections = self._settings.sections
+        sections = tuple(self._settings.sections)
         playbook = Playbook.from_instructions(next(iter(candidate.values())), sections)
         return replace(playbook or Playbook(sections=sections), version=version)
 
@@ -264,19 +293,15 @@ class Learner:
             stage, step, module, inputs, lm=lm, read=lambda reply: (version, reply), record=ReplyText(position)
         )
         if asked.answer is None:
-            return dspy.Prediction(), version, [self._problem_of(stage, asked.error)]
+            message = f"{type(asked.error).__name__}: {asked.error}"[:200]
+            if stage not in self._warned:
+                self._warned.add(stage)
+                logger.warning("AsyncACE: %s failed, which is counted and not fatal: %s", stage, message)
+            return dspy.Prediction(), version, [Problem(f"{stage} failed", message)]
         seen, reply = asked.answer
         unreadable = getattr(reply, "unreadable", "")
         problems = [Problem("unreadable reply", f"{stage}: {unreadable}"[:200])] if unreadable else []
         return reply, seen, problems
-
-    def _problem_of(self, source: str, error: Exception | None) -> Problem:
-        """Return an error of a stage as a problem, and warn of the first one of each source."""
-        message = f"{type(error).__name__}: {error}"[:200]
-        if source not in self._warned:
-            self._warned.add(source)
-            logger.warning("AsyncACE: %s failed, which is counted and not fatal: %s", source, message)
-        return Problem(f"{source} failed", message)
 
 
 def with_playbook(student: Module, names: Sequence[str], playbook: Playbook) -> Module:

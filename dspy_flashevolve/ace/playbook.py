@@ -1,4 +1,8 @@
-"""The playbook: bullets in sections, which is rendered as text at the end of a program's instructions.
+"""The playbook: bullets in sections, which is rendered as text at the end of a program's instructions, and its writer.
+
+A bullet gets its counters from `PlaybookWriter`: `tag` counts what reflectors say of the bullets that an attempt cited
+(`learner.py` asks them, `operations.py` reads their tags), and `apply` counts one "helpful" where a curator adds what
+a bullet says already. They stand in the rendered text, and decide which bullets make room.
 
 Source: ACE (arXiv 2510.04618) section 3: itemized bullets with identifiers and counters, changed by deltas.
 """
@@ -11,14 +15,15 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.observe.statistics import Problem
 
 Tag = Literal["helpful", "harmful", "neutral"]
 TAGS: tuple[Tag, ...] = ("helpful", "harmful", "neutral")
@@ -59,7 +64,7 @@ class Bullet:
         id: unique in its playbook; never given to another bullet.
         section: name of one of the playbook's sections.
         content: the text; stripped, not empty.
-        helpful, harmful: how often a reflection tagged it so, of the times that it was cited.
+        helpful, harmful: how often a reflection tagged it so, of the times that it was cited; see `PlaybookWriter`.
         created_version: the version of the playbook that added it.
     """
 
@@ -307,9 +312,154 @@ def cleaned(content: str) -> str:
 
 def attached(instructions: str, playbook_text: str) -> str:
     """Return instructions with a rendered playbook at their end, in place of the one that they had."""
-    return "\n\n".join(part for part in (detached(instructions), playbook_text) if part)
+    return "\n\n".join(part for part in (_BLOCK.sub("", instructions), playbook_text) if part)
 
 
-def detached(instructions: str) -> str:
-    """Return instructions without their playbook."""
-    return _BLOCK.sub("", instructions)
+NEWEST = 4
+"""The newest of every four bullets is protected when bullets make room: it has had no chance to be cited yet, and a
+full playbook would evict each addition at once."""
+LARGEST = 4
+"""A bullet may take one fourth of the token budget: a longer one would replace what all samples before have taught."""
+MOST_EXAMPLES = 50
+"""Problems that are kept with their details, for the statistics; all others are only counted. A run of thousands of
+samples would otherwise keep megabytes of broken replies."""
+_SAID = re.compile(r"\w+|[+/=<>^%\u00d7\u00f7\u2264\u2265\u2260]|(?<=\w )[-*](?= \w)|-(?=\d)|(?<=\w)\*(?=\w)")
+"""The words of a text and its signs of arithmetic; a hyphen and a bullet of a list are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """A curator's operation: add a bullet to a section."""
+
+    section: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """A curator's operation: remove a bullet."""
+
+    id: str
+
+
+Operation = Add | Remove
+
+
+@dataclass
+class Counts:
+    """Counts of samples and of what became of their operations; `AceStats` explains each field."""
+
+    samples: int = 0
+    right_at_once: int = 0
+    corrected: int = 0
+    reflections: int = 0
+    citations: int = 0
+    evicted: int = 0
+    rolled_back: int = 0
+    operations: Counter[str] = field(default_factory=Counter[str])
+    tags: Counter[str] = field(default_factory=Counter[str])
+    problems: Counter[str] = field(default_factory=Counter[str])
+    first_problems: list[Problem] = field(default_factory=list[Problem])
+
+
+class PlaybookWriter:
+    """The one writer of a run: it holds the newest playbook and counts what changed it.
+
+    It is called on the run's event loop only, and awaits nothing, so that a lesson is applied as a whole.
+    """
+
+    def __init__(self, playbook: Playbook, token_budget: int, count_tokens: CountTokens) -> None:
+        self.playbook, self.counts = playbook, Counts()
+        self._token_budget, self._count_tokens = token_budget, count_tokens
+        self.rolled_back_version: int | None = None
+        """Version that the last rollback made; None before the first."""
+
+    def tag(self, tags: Iterable[tuple[str, Tag]]) -> None:
+        """Count tags; a tag of a bullet that has been removed is a problem."""
+        for bullet_id, tag in tags:
+            if bullet_id in self.playbook:
+                self.playbook = self.playbook.tagged([(bullet_id, tag)])
+                self.counts.tags[tag] += 1
+            else:
+                self.note([Problem("tag of a gone bullet", bullet_id)])
+
+    def apply(self, operations: Iterable[Operation]) -> list[Operation]:
+        """Apply operations in order, in one new version; return those that were applied.
+
+        An ADD of what a bullet says already raises that bullet's helpful counter instead. Beyond the token budget,
+        bullets make room: those that are worth least first, of these the oldest; the newest quarter goes last unless it
+        has done harm.
+        """
+        before = self.playbook
+        self.playbook = replace(before, version=before.version + 1)
+        applied: list[Operation] = []
+        for operation in operations:
+            problem = self._add(operation) if isinstance(operation, Add) else self._remove(operation.id)
+            if problem is None:
+                applied.append(operation)
+                self.counts.operations[type(operation).__name__.lower()] += 1
+            else:
+                self.note([problem])
+        while not self._fits(self.playbook):
+            by_age = sorted(self.playbook.bullets, key=lambda bullet: bullet.created_version)
+            new = {bullet.id for bullet in by_age[-max(1, len(by_age) // NEWEST) :] if bullet.worth >= 0}
+            least = min(by_age, key=lambda bullet: (bullet.id in new, bullet.worth))
+            self._remove(least.id)
+            self.counts.evicted += 1
+            self.note([Problem("over the token budget", least.id)])
+        if [bullet.id for bullet in self.playbook.bullets] == [bullet.id for bullet in before.bullets]:
+            self.playbook = replace(self.playbook, version=before.version, next_number=before.next_number)
+        return applied
+
+    def _remove(self, bullet_id: str) -> Problem | None:
+        if bullet_id not in self.playbook:
+            return Problem("unknown id", bullet_id[:80])
+        self.playbook = self.playbook.replacing(bullet for bullet in self.playbook.bullets if bullet.id != bullet_id)
+        return None
+
+    def _add(self, operation: Add) -> Problem | None:
+        """Add a bullet, or return why not."""
+        playbook, detail = self.playbook, operation.content[:200]
+        section = next((name for name in playbook.sections if name.lower() == operation.section.lower()), None)
+        if section is None:
+            return Problem("unknown section", operation.section[:80])
+        said = _SAID.findall(operation.content.lower()) or [operation.content]
+        for bullet in playbook.bullets:
+            if (_SAID.findall(bullet.content.lower()) or [bullet.content]) == said:  # the sample has confirmed it
+                self.playbook = playbook.tagged([(bullet.id, "helpful")])
+                return Problem("said already", f"{bullet.id}: {detail}"[:200])
+        grown = playbook.adding(section, operation.content, version=playbook.version)
+        bullet = grown.bullets[-1]
+        tokens = self._count_tokens(line_of(bullet))
+        if tokens * LARGEST > self._token_budget or not self._fits(grown.replacing([bullet])):
+            return Problem("takes too much room", detail)
+        self.playbook = grown
+        return None
+
+    def roll_back(self, playbook: Playbook) -> None:
+        """Go on from an earlier playbook, in a new version, with the counters that its bullets have by now."""
+        newest, self.rolled_back_version = self.playbook, self.playbook.version + 1
+        bullets = [newest.get(bullet.id) or bullet for bullet in playbook.bullets]
+        self.playbook = replace(newest.replacing(bullets), version=self.rolled_back_version)
+        self.counts.rolled_back += 1
+
+    def _fits(self, playbook: Playbook) -> bool:
+        return playbook.tokens(self._count_tokens) <= self._token_budget
+
+    def note(self, problems: Iterable[Problem]) -> None:
+        """Count problems, and keep the first ones."""
+        for problem in problems:
+            self.counts.problems[problem.kind] += 1
+            if len(self.counts.first_problems) < MOST_EXAMPLES:
+                self.counts.first_problems.append(problem)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state of the writer as plain data, from which `restore` goes on."""
+        counts = TypeAdapter(Counts).dump_python(self.counts)
+        return {"playbook": self.playbook.to_dict(), "counts": counts, "rolled_back_version": self.rolled_back_version}
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        """Go on from the state that `to_dict` returned."""
+        self.playbook = Playbook.from_dict(data["playbook"])
+        self.counts = TypeAdapter(Counts).validate_python(data["counts"])
+        self.rolled_back_version = data["rolled_back_version"]

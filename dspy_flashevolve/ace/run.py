@@ -11,10 +11,8 @@ Source: ACE (arXiv 2510.04618) section 3; the queue of operations follows FlashE
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import statistics
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -23,15 +21,14 @@ from typing import Any
 from dspy.primitives.module import Module
 
 from dspy_flashevolve.ace.learner import AceSettings, Learner, Lesson, Sample, with_playbook
-from dspy_flashevolve.ace.operations import PlaybookWriter
-from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.ace.snapshots import Snapshots
-from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
-from dspy_flashevolve.engine.events import Committed
-from dspy_flashevolve.engine.steps import End, EndKind, Load, NothingToDoError, Reservation, Step
-from dspy_flashevolve.engine.store import BEFORE_STEPS, Store, hash_of, id_text, reporting_damage
+from dspy_flashevolve.ace.playbook import Playbook, PlaybookWriter
+from dspy_flashevolve.ace.validations import Validations
+from dspy_flashevolve.engine.errors import RunAbortedError
+from dspy_flashevolve.engine.steps import End, EndKind, Load, NothingToDoError, Step
+from dspy_flashevolve.engine.store import Store, reporting_damage
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.observe.statistics import AceStats, RunStats, SnapshotRecord, WindowRecord
+from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
+from dspy_flashevolve.observe.statistics import AceStats, RunStats, WindowRecord
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logger_named(__name__)
@@ -39,10 +36,6 @@ logger = logger_named(__name__)
 LEARNING_SHARE = 0.75
 """Share of the slots that samples may take while a playbook is validated: their requests go before a validation's,
 which at 1 would wait until the last sample has ended. No other value was measured."""
-
-ROLLBACK_ERRORS = 2.0
-"""Standard errors by which a validated playbook has to be worse than the best one, example by example, before the run
-goes on from that: the usual limit of chance. With 1.0 the searches of docs/ace.md came out alike."""
 
 
 class AceRun:
@@ -66,44 +59,33 @@ class AceRun:
         store: Store | None = None,
     ) -> None:
         self._settings = settings
-        self._student, self._names, self._valset = student, names, valset
+        self._student, self._names, self._first = student, names, playbook
         modules: dict[str, tuple[Module, Any]] = {
-            "reflect": (settings.reflector, settings.reflector_lm),
-            "curate": (settings.curator, settings.curator_lm),
+            "reflect": (settings.reflector or SampleReflection(), settings.reflector_lm),
+            "curate": (settings.curator or PlaybookCuration(), settings.curator_lm),
         }
         lms = {
             stage: [predictor.lm or lm for predictor in module.predictors()] or [lm]
             for stage, (module, lm) in modules.items()
         }
-        self.run = DspyRun(
-            name="AsyncACE",
-            stages={"rollout": [student], **lms, "evaluate": [student]},
-            settings=settings.run,
-            store=store,
-        )
+        stages = {"rollout": [student], **lms, "evaluate": [student]}
+        self.run = DspyRun(name="AsyncACE", stages=stages, settings=settings, store=store)
         self._store = self.run.store
         self._writer = PlaybookWriter(playbook, settings.token_budget, settings.count_tokens)
         self._learner = Learner(self.run, settings, modules, student, names, valset or ())
-        in_order = settings.run.schedule == "lockstep"
         self._data = (
             Windows(as_async(stream, self.run.threads.run), window, self._wait_for_samples)
             if trainset is None
-            else Epochs(trainset, settings.epochs, None if in_order else settings.run.seed)
+            else Epochs(trainset, settings.epochs, None if settings.schedule == "lockstep" else settings.seed)
         )
-        self.snapshots = Snapshots(
-            settings.eval_every,
-            self.run.budget,
-            len(valset or ()),
-            self._unpaid_rollouts,
-            self._validate,
-            self.run.run_in_background,
-            self._write_snapshots,
+        self._validations = (
+            None
+            if valset is None
+            else Validations(
+                settings, self.run, self._learner, self._writer, valset, self._seconds, self._write_playbook
+            )
         )
-        self._first = playbook
-        self._validating = Step(BEFORE_STEPS, random.Random(settings.run.seed), Reservation(self.run.budget, 0))
-        self._unresolved = self._samples_before = self._commits = self._next = 0
-        self._scores: dict[int, Sequence[float]] = {}
-        """Version of a playbook that was validated -> its score on each example."""
+        self._samples_before = self._next = 0
         self._applied: dict[int, str] = {}
         """Number of a step that has been applied -> the kind of its end, until the journal has that end."""
         self._seconds_before = self._last_sample = 0.0
@@ -146,15 +128,15 @@ class AceRun:
         with reporting_damage(self._store.path):
             await self._resume(self._store)
         self.has_begun = True
-        if self._valset is not None:
-            await self.snapshots.begin(self._first)
+        if self._validations is not None:
+            await self._validations.begin(self._first)
         await self.run.evolve(self.step, self, calls_per_step=1 + self._settings.max_rounds, first_number=self._next)
         counts = self._writer.counts
         if counts.samples and not counts.operations:
             kinds = dict(counts.problems)
             logger.warning("AsyncACE: no sample changed the playbook. What stood in the way, by kind: %s", kinds)
-        if self._valset is not None:
-            await self.snapshots.finish(self._writer.playbook)
+        if self._validations is not None:
+            await self._validations.finish()
         if isinstance(self._data, Windows) and self._data.failure is not None:
             raise self._data.failure  # what came before has been learnt from
         if self.best() is None:
@@ -164,7 +146,9 @@ class AceRun:
         """Return whether another sample may start: there are as many as slots, since each has at most one request in
         flight; fewer while a playbook is validated (`LEARNING_SHARE`)."""
         slots = self.run.slots if load.slots is None else load.slots
-        return load.live < (max(1, math.ceil(LEARNING_SHARE * slots)) if self.snapshots.is_validating else slots)
+        if self._validations is not None and self._validations.is_validating:
+            slots = max(1, math.ceil(LEARNING_SHARE * slots))
+        return load.live < slots
 
     async def _wait_for_samples(self) -> None:
         while self.run.live:
@@ -188,12 +172,11 @@ class AceRun:
             if self._is_right(sample):
                 break
         lesson = Lesson((), sample.playbook.version)  # without an insight there is nothing to curate; the tags count
-        is_curated = bool(sample.insight) and sample.place % self._settings.curator_frequency == 0
-        if is_curated:
+        if sample.insight and sample.place % self._settings.curator_frequency == 0:
             lesson = await self._learner.curate(step, sample, self._writer.playbook.tagged(sample.tags))
         end = self._apply(step, sample, lesson)
-        if self._valset is not None:
-            await self.snapshots.after_sample(self._writer.playbook, self._writer.counts.samples)
+        if self._validations is not None:
+            await self._validations.after_sample()
         await self._store.flush()
         return end
 
@@ -248,74 +231,20 @@ class AceRun:
         self._write_playbook()
         return end
 
-    # Snapshots.
-
-    def _unpaid_rollouts(self, playbook: Playbook) -> int:
-        """Return how many rollouts of a playbook's validation the journal does not have yet."""
-        candidate = hash_of(self._learner.candidate(playbook.render()))
-        examples = range(len(self._valset or ()))
-        return self._store.count_missing(BEFORE_STEPS, candidate, "val", examples, traced=False)
-
-    async def _validate(self, playbook: Playbook, pays: Reservation) -> SnapshotRecord | None:
-        """Score a playbook on the validation set; return None where the provider gave no answer."""
-        self._validating.record_version(playbook.version)
-        try:
-            scores = await self._learner.validate(self._validating, playbook, pays)
-        except RolloutUnresolvedError as error:
-            logger.warning("The validation of version %d has no score: %s", playbook.version, error)
-            self._unresolved += 1
-            return None
-        score, tokens = sum(scores) / len(scores), playbook.tokens(self._settings.count_tokens)
-        number, version = self._commits, playbook.version
-        snapshot = SnapshotRecord(self._seconds(), version, score, len(playbook), tokens)
-        self._commits += 1
-        self._roll_back_from(playbook, scores)
-        self._scores[version] = scores
-        best = max([score, *(earlier.score for earlier in self.snapshots.scored.values())])
-        behind = self._writer.playbook.version - version
-        change = (version, behind, number, score, best, version)
-        self.run.bus.emit(Committed(self.run.clock(), BEFORE_STEPS, *change))
-        texts = self._learner.candidate(playbook.render())
-        by_example = {id_text(example): example_score for example, example_score in enumerate(scores)}
-        more = {"playbook": playbook.to_dict(), "seconds": snapshot.seconds, "tokens": tokens}
-        self._store.record_commit(BEFORE_STEPS, number, version, texts, [], by_example, score, more)
-        await self._store.flush()
-        return snapshot
-
-    def _roll_back_from(self, playbook: Playbook, scores: Sequence[float]) -> None:
-        """Go on from the best validated playbook where this one, which was validated later, is worse beyond chance.
-
-        ACE's reference loop does not, and neither does lockstep. One that is older than the last rollback tells nothing
-        of what has been learnt since.
-        """
-        best, is_new = self.snapshots.best, playbook.version >= self._writer.rolled_back_version
-        if best is None or not is_new or len(scores) < 2 or self._settings.run.schedule == "lockstep":
-            return
-        losses = [before - after for before, after in zip(self._scores[best.version], scores, strict=True)]
-        if statistics.mean(losses) > ROLLBACK_ERRORS * statistics.stdev(losses) / math.sqrt(len(losses)):
-            self._writer.roll_back(best)
-            self.snapshots.skip(self._writer.rolled_back_version)
-            self._write_playbook()
+    # The journal.
 
     def _seconds(self) -> float:
         """Return the seconds that the run has taken, in this session and those before."""
         return self._seconds_before + self.run.clock() - self.run.clock.began
-
-    # The journal.
 
     def _write_playbook(self) -> None:
         """Write the playbook, its counters and the applied steps to the journal."""
         state = {"applied": list(self._applied.items()), "seconds": self._seconds()}
         self._store.set_state("playbook", lambda: {**self._writer.to_dict(), **state})
 
-    def _write_snapshots(self) -> None:
-        """Write to the journal which playbooks are still to be validated."""
-        self._store.set_state("snapshots", lambda: [playbook.to_dict() for playbook in self.snapshots.open])
-
     async def _resume(self, store: Store) -> None:
         """Go on from the state in the journal. Steps that were applied without their end being written get it now."""
         first, state = store.get_state("first"), store.get_state("playbook")
-        snapshots = store.get_state("snapshots") or []
         if first is None:
             store.set_state("first", self._first.to_dict)
         else:
@@ -328,16 +257,9 @@ class AceRun:
                 if any(row["number"] == number for row in endless):
                     store.record_end(number, kind, "it was applied when the run was killed", before=True)
             await store.flush()
-        scored: dict[Playbook, SnapshotRecord] = {}
-        for row in store.rows("SELECT score, scores, more FROM commits ORDER BY candidate_index"):
-            more = json.loads(row["more"])
-            book = Playbook.from_dict(more["playbook"])
-            self._scores[book.version] = list(json.loads(row["scores"]).values())
-            scored[book] = SnapshotRecord(more["seconds"], book.version, row["score"], len(book), more["tokens"])
-        self._samples_before, self._commits = self._writer.counts.samples, len(scored)
-        self.snapshots.restore(scored, [Playbook.from_dict(data) for data in snapshots])
-        if self._writer.rolled_back_version:
-            self.snapshots.skip(self._writer.rolled_back_version)
+        if self._validations is not None:
+            self._validations.resume(store)
+        self._samples_before = self._writer.counts.samples
         self._next = store.last_step + 1
         store.load_unfinished(seeded=False)
 
@@ -345,7 +267,7 @@ class AceRun:
 
     def best(self) -> Playbook | None:
         """The best validated playbook; the newest one where there is no validation set."""
-        return self._writer.playbook if self._valset is None else self.snapshots.best
+        return self._writer.playbook if self._validations is None else self._validations.best
 
     @property
     def has_result(self) -> bool:
@@ -355,29 +277,27 @@ class AceRun:
     def program(self) -> Module:
         """Return the student with the best playbook; with the newest one where none has been validated."""
         best = self.best()
-        playbook = self._writer.playbook if best is None else best
+        playbook = self._writer.playbook if best is None else best  # an empty playbook is false
         program: Any = with_playbook(self._student, self._names, playbook)
         program.async_stats = self.statistics()
         return program
 
     def statistics(self) -> AceStats:
         """Return the statistics of the run so far."""
-        run, writer, best = self.run.statistics(), self._writer, self.best()
+        run, counts, validations, best = self.run.statistics(), self._writer.counts, self._validations, self.best()
         minutes = (self._last_sample - self.run.clock.began) / 60
-        counts = {
-            name: dict(count) if isinstance(count, dict) else count for name, count in vars(writer.counts).items()
-        }
-        counts["first_problems"] = list(writer.counts.first_problems)
-        values: dict[str, Any] = {field.name: getattr(run, field.name) for field in fields(RunStats)} | counts
+        values: dict[str, Any] = {field.name: getattr(run, field.name) for field in fields(RunStats)}
+        values |= {name: dict(count) if isinstance(count, dict) else count for name, count in vars(counts).items()}
+        values["first_problems"] = list(counts.first_problems)
         if not self._has_ended:  # the engine's outcome is set before the last validation
             values["outcome"] = "running"
         return AceStats(
             **values,
-            samples_per_minute=(writer.counts.samples - self._samples_before) / minutes if minutes > 0 else 0.0,
-            version=writer.playbook.version,
-            best_version=writer.playbook.version if best is None else best.version,
-            snapshots=list(self.snapshots.scored.values()),
-            unresolved=self._unresolved,
+            samples_per_minute=(counts.samples - self._samples_before) / minutes if minutes > 0 else 0.0,
+            version=self._writer.playbook.version,
+            best_version=self._writer.playbook.version if best is None else best.version,
+            snapshots=[] if validations is None else list(validations.scored.values()),
+            unresolved=0 if validations is None else validations.unresolved,
             windows=list(self._data.windows) if isinstance(self._data, Windows) else [],
         )
 

@@ -30,8 +30,6 @@ PAGE_CHARACTERS = 6000
 MESSAGE_CHARACTERS = PAGE_CHARACTERS // 2
 """Most characters of one LM message in a trace; the rest is cut off, so that a page has room for a call with its reply.
 """
-MOST_LINES = 60
-"""Most lines that a listing or a search returns, if they fit on a page."""
 OVERVIEW_CANDIDATES = 10
 """Candidates of each kind in the overview: of the Pareto front, the best, the newest. It is in every call of a
 proposer's agent, with some 2,500 tokens at most; naming all 427 candidates of half an hour took 65,000."""
@@ -243,11 +241,6 @@ def trace_text(trial: Trial) -> str:
     return "\n".join([*parts, f"cost: {trial.cost:.6g}", f"feedback: {trial.feedback}"])
 
 
-def whole_number(given: object) -> int | None:
-    """Return the whole number of 0 or above that is given, perhaps as a text; None for anything else."""
-    return int(str(given)) if re.fullmatch(r"\d{1,9}", str(given)) else None
-
-
 def _one_line(text: object) -> str:
     """Return a text of a candidate or proposer in one line, so that it cannot forge further lines of a file."""
     return " ".join(str(text).split())
@@ -255,55 +248,6 @@ def _one_line(text: object) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= MESSAGE_CHARACTERS else text[: MESSAGE_CHARACTERS - 4] + " ..."
-
-
-def _page_of(lines: Sequence[str], advice: str = "") -> str:
-    """Return the first lines, at most a page of them, and say how many more there are."""
-    page = "\n".join(lines[:MOST_LINES])
-    if len(page) > PAGE_CHARACTERS:
-        page = page[:PAGE_CHARACTERS].rpartition("\n")[0]
-    more = len(lines) - page.count("\n") - 1
-    return f"{page}\n... and {more} more{advice}" if more > 0 else page
-
-
-def tools_of(archive: Archive, drafts: Mapping[str, str] | None = None) -> list[Callable[..., str]]:
-    """Return the tools by which a proposer reads the archive and its drafts (path -> text, which may change meanwhile).
-
-    They work in any thread, and return text where they are misused.
-    """
-
-    def files() -> Mapping[str, str]:
-        return {**archive.files, **drafts} if drafts else archive.files
-
-    def list_files(folder: Any = "") -> str:
-        """List the archive's files under a folder, such as "candidates/0003"; all of them without one."""
-        prefix = str(folder or "").strip("/")
-        paths = [path for path in sorted(files()) if path.startswith(prefix)]
-        return _page_of(paths, ": name a folder") or f"There is no file under {prefix[:200]!r}."
-
-    def read_file(path: Any, page: Any = 1) -> str:
-        """Read a file of the archive, such as "candidates/0003/source.py"; long ones by page, from 1."""
-        text = files().get(str(path).strip("/"))
-        if text is None:
-            return f"There is no file {str(path)[:200]!r}; list_files tells which there are."
-        pages = max(1, -(-len(text) // PAGE_CHARACTERS))
-        number = min(max(1, whole_number(page) or 1), pages)
-        shown = text[(number - 1) * PAGE_CHARACTERS : number * PAGE_CHARACTERS]
-        return shown if pages == 1 else f"(page {number} of {pages})\n{shown}"
-
-    def search_files(text: Any, folder: Any = "") -> str:
-        """Find lines of the archive that hold a text, in any case; under a folder where one is given."""
-        wanted, prefix = str(text).lower(), str(folder or "").strip("/")
-        hits = [
-            f"{path}:{number}: {line.strip()[:300]}"
-            for path, content in sorted(files().items())
-            if path.startswith(prefix)
-            for number, line in enumerate(content.splitlines(), start=1)
-            if wanted and wanted in line.lower()
-        ]
-        return _page_of(hits) or f"No line holds {wanted[:200]!r}."
-
-    return [list_files, read_file, search_files]
 
 
 IMPORTABLE = frozenset({

@@ -4,29 +4,49 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import dspy
 from dspy.predict.flex.ctx import FlexContext
 from dspy.primitives import Example, Module
 
-from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError, RolloutUnresolvedError
+from dspy_flashevolve.engine.errors import (
+    ConfigurationError,
+    DataError,
+    FlashEvolveError,
+    RolloutUnresolvedError,
+    check_counts,
+)
+from dspy_flashevolve.engine.provider import OUTAGE_SECONDS
 from dspy_flashevolve.engine.requests import Call, OnGranted, RequestCost, Rollout, RolloutCall, RolloutKey, batch
+from dspy_flashevolve.engine.run import Schedule
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.engine.store import hash_of
 from dspy_flashevolve.engine.texts import without_surrogates
-from dspy_flashevolve.harness.archive import TRIAL, Checked, Cost, Draft, DraftError, Evaluated, Failed, Trial, draft_of
+from dspy_flashevolve.harness.archive import (
+    TRIAL,
+    Checked,
+    Cost,
+    Draft,
+    DraftError,
+    Evaluated,
+    Failed,
+    Trial,
+    context_tokens,
+    draft_of,
+)
 from dspy_flashevolve.harness.program import Harness, as_json, call_in_thread, call_on_loop, prediction_of, typed_fields
+from dspy_flashevolve.harness.proposing import DIRECTIONS
 from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.metric import Metric, name_of
 from dspy_flashevolve.programs.placement import answers_asynchronously
 from dspy_flashevolve.programs.records import ModuleReply, ReplyText
 from dspy_flashevolve.programs.run import DspyRun
-from dspy_flashevolve.programs.settings import check_data
+from dspy_flashevolve.programs.settings import RunSettings, check_data, settings_of
 from dspy_flashevolve.programs.usage import COUNTED_BY
 from dspy_flashevolve.sandbox.contract import (
     CodeSandbox,
@@ -38,28 +58,53 @@ from dspy_flashevolve.sandbox.contract import (
     Outcome,
     SandboxError,
 )
+from dspy_flashevolve.sandbox.sandbox import accepted_layers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class HarnessSettings:
-    """What one run of `AsyncMetaHarness` is told to do. Each field is the argument of that name, explained there."""
+    """The arguments of `AsyncMetaHarness`, which explains each of them. Everything that belongs to a run reads them
+    here."""
 
-    metric: Callable[..., Any]
+    metric: Callable[..., Any] = field(kw_only=False)
     proposer_lm: Any
-    iterations: int
-    k: int
-    proposers: int
-    proposer: Callable[..., Any] | None
-    proposer_steps: int
-    proposer_runs: int
-    proposer_tokens: int | None
-    directions: tuple[str, ...]
-    cost: Cost
-    limits: Limits
-    learn_batch: int
-    failure_score: float
-    log_dir: Path | None
-    accept_missing_protection: tuple[str, ...]
+    iterations: int = 20
+    k: int = 2
+    proposers: int = 2
+    cost: Cost = context_tokens
+    limits: Limits = field(default_factory=Limits)
+    log_dir: str | Path | None = None
+    num_threads: int | None = None
+    schedule: Schedule = "async"
+    directions: Sequence[str] = DIRECTIONS
+    proposer: Callable[[list[Any]], Any] | None = None
+    proposer_steps: int = 12
+    proposer_runs: int = 6
+    proposer_tokens: int | None = None
+    learn_batch: int = 16
+    failure_score: float = 0.0
+    max_seconds: float | None = None
+    max_outage_seconds: float | None = OUTAGE_SECONDS
+    sandbox: Literal["process"] | CodeSandbox = "process"
+    accept_missing_protection: Collection[str] = ()
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        counts = ("iterations", "k", "proposers", "proposer_steps", "learn_batch", "proposer_runs", "proposer_tokens")
+        check_counts(**{name: getattr(self, name) for name in counts})
+        settings_of(RunSettings, self)
+        accepted_layers(self.accept_missing_protection)
+        directions: Any = self.directions
+        for name, is_right, expected in (
+            ("metric", callable(self.metric), "a function"),
+            ("cost", callable(self.cost), "a function"),
+            ("limits", isinstance(self.limits, Limits), "Limits(...)"),  # pyright: ignore[reportUnnecessaryIsInstance]
+            ("proposer", self.proposer is None or callable(self.proposer), "a function from tools to a dspy.Module"),
+            ("directions", not isinstance(directions, str) and directions and all(directions), "one or more texts"),
+            ("sandbox", self.sandbox == "process" or not isinstance(self.sandbox, str), "'process' or a CodeSandbox"),
+        ):
+            if not is_right:
+                raise ConfigurationError(f"{name} is {getattr(self, name)!r:.80}, expected {expected}.")
 
 
 FLEX: Any = dspy.Flex
@@ -399,20 +444,15 @@ class Evaluations:
         return Rollout(outcome.fields, score, trajectory=trial, tokens=outcome.tokens)
 
     def _cost_of(self, outcome: Outcome) -> float:
-        """Return the cost of a run; ConfigurationError where the user's function raised, or returned no finite
-        number."""
+        """Return the cost of a run; ConfigurationError where the user's function gives no finite number."""
         name = name_of(self._settings.cost)
         try:
-            cost: Any = self._settings.cost(outcome)
+            cost = float(self._settings.cost(outcome))
         except Exception as error:
             raise ConfigurationError(f"cost {name} raised {type(error).__name__}: {error}.") from error
-        try:
-            number = float(cost)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
+        if not math.isfinite(cost):
             raise ConfigurationError(f"cost {name} returned {cost!r:.80}, expected a finite number.")
-        return number
+        return cost
 
     async def _run_job(self, draft: Draft, memory: Any, **work: Any) -> Outcome:
         """Run a draft in the sandbox; ``work`` is the inputs of a prediction or the batch of a lesson."""

@@ -1,4 +1,4 @@
-"""Proposals: the directions of proposers, what they are asked, and the agent that reads, writes and runs drafts."""
+"""Proposals: the directions of proposers, what they are asked, the tools that they have, and the default agent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import dspy
 
-from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RunAbortedError
+from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError
 from dspy_flashevolve.engine.texts import without_surrogates
 from dspy_flashevolve.harness.archive import (
     IMPORTABLE,
@@ -23,13 +23,13 @@ from dspy_flashevolve.harness.archive import (
     Trial,
     draft_of,
     draft_path,
-    tools_of,
     trace_text,
     unknown_draft,
-    whole_number,
 )  # fmt: skip
 from dspy_flashevolve.sandbox.contract import Limits
 
+MOST_LINES = 60
+"""Most lines that a listing or a search returns, if they fit on a page."""
 DIRECTIONS = (
     "the words of the prompts: what the traces show that the instructions do not say yet",
     "what goes into the context: worked examples, retrieved or chosen for the input, and their order",
@@ -55,33 +55,6 @@ comments `# name: ...`, `# hypothesis: ...` and `# based on: ...` (numbers of th
   {megabytes} MB of memory. No network, no files, no processes."""
 
 
-class Directions:
-    """Gives each live step a direction of its own while there are enough: the one that was used least so far."""
-
-    def __init__(self, directions: Sequence[str] = DIRECTIONS) -> None:
-        if isinstance(directions, str) or not directions or not all(directions):
-            raise ConfigurationError(f"directions is {directions!r}, expected one or more texts.")
-        self._uses = dict.fromkeys(directions, 0)
-        self._held: dict[int, str] = {}
-
-    def reserve(self, step: int, direction: str | None = None) -> str:
-        """Return a direction for a step and reserve it until `release`; a step that runs again names the one it had."""
-        held = list(self._held.values())
-        direction = direction or min(self._uses, key=lambda text: (held.count(text), self._uses[text]))
-        if direction in self._uses:
-            self._uses[direction] += 1
-        self._held[step] = direction
-        return direction
-
-    def release(self, step: int) -> None:
-        """Give a step's direction back, if it has one."""
-        self._held.pop(step, None)
-
-    def others(self, step: int) -> list[str]:
-        """Return the directions of the other live steps."""
-        return [direction for number, direction in self._held.items() if number != step]
-
-
 class ProposeHarness(dspy.Signature):
     """Write new versions of a program (a "harness": the code around a language model) that score higher, or score as
     high with fewer prompt tokens. Read the archive first: the sources, scores and traces of earlier candidates, with
@@ -105,44 +78,76 @@ def interface_for(limits: Limits) -> str:
     return INTERFACE.format(imports=imports, megabytes=limits.memory_bytes >> 20, **asdict(limits))
 
 
-class Drafts:
-    """The drafts of one proposal: its proposer writes, edits and runs them before it submits.
+class ProposerTools:
+    """The tools of one proposal: its proposer reads the archive, and writes, edits and runs drafts before it submits.
 
-    They are texts by name, never files. They run in the sandbox, as candidates do, one after another, since all of them
-    share the slot of their proposal; ``max_runs`` together, and none once the proposal's tokens are spent.
+    Drafts are texts by name, never files. They run in the sandbox, as candidates do, one after another, since all of
+    them share the slot of their proposal; ``max_runs`` together, and none once the proposal's tokens are spent. Each
+    tool works in any thread, and returns text where it is misused.
     """
 
     def __init__(
         self,
+        archive: Archive,
         inputs: Sequence[str],
         run: Callable[[Draft, int], Awaitable[Trial]],
         examples: int,
         max_runs: int,
         is_spent: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.files: dict[str, str] = {}
-        """Path -> source, as `tools_of` and `sources_in` read them."""
+        self.drafts: dict[str, str] = {}
+        """Path -> source, as `sources_in` reads them."""
         self.aborted: RunAbortedError | None = None
         """What ends the run: raised in the run of a draft, where an agent may have caught it, as `dspy.ReAct` does."""
-        self._inputs, self._run, self._examples, self._left = list(inputs), run, examples, max_runs
-        self._is_spent, self._running = is_spent, anyio.Lock()
+        self._archive, self._inputs, self._run, self._examples = archive, list(inputs), run, examples
+        self._left, self._is_spent, self._running = max_runs, is_spent, anyio.Lock()
 
-    def tools(self, archive: Archive) -> list[Callable[..., Awaitable[str]]]:
-        """Return the proposer's tools, coroutine functions that return text where they are misused."""
-        reading = tools_of(archive, self.files)
+    def tools(self) -> list[Callable[..., Awaitable[str]]]:
+        """Return the tools as coroutine functions."""
+        reading = self.list_files, self.read_file, self.search_files
         return [self._guarded(tool) for tool in (*reading, self.write_draft, self.edit_draft, self.run_draft)]
 
-    def _guarded(self, tool: Callable[..., str | Awaitable[str]]) -> Callable[..., Awaitable[str]]:
+    def _guarded(self, tool: Callable[..., Awaitable[str]]) -> Callable[..., Awaitable[str]]:
         """Return a tool that answers spent tokens with a text, and always with valid Unicode."""
 
         @functools.wraps(tool)
         async def guarded(*args: Any, **kwargs: Any) -> str:
             if self._is_spent():
                 return "The tokens of this proposal are spent: finish, and submit what you have."
-            answer = tool(*args, **kwargs)
-            return without_surrogates(answer if isinstance(answer, str) else await answer)
+            return without_surrogates(await tool(*args, **kwargs))
 
         return guarded
+
+    def _files_under(self, folder: Any) -> list[tuple[str, str]]:
+        """Return the files under a folder in order, as (path, text)."""
+        prefix = str(folder or "").strip("/")
+        return sorted(item for item in {**self._archive.files, **self.drafts}.items() if item[0].startswith(prefix))
+
+    async def list_files(self, folder: Any = "") -> str:
+        """List the archive's files under a folder, such as "candidates/0003"; all of them without one."""
+        paths = [path for path, _ in self._files_under(folder)]
+        return _page_of(paths, ": name a folder") or f"There is no file under {str(folder)[:200]!r}."
+
+    async def read_file(self, path: Any, page: Any = 1) -> str:
+        """Read a file of the archive, such as "candidates/0003/source.py"; long ones by page, from 1."""
+        text = {**self._archive.files, **self.drafts}.get(str(path).strip("/"))
+        if text is None:
+            return f"There is no file {str(path)[:200]!r}; list_files tells which there are."
+        pages = max(1, -(-len(text) // PAGE_CHARACTERS))
+        number = min(max(1, _whole_number(page) or 1), pages)
+        shown = text[(number - 1) * PAGE_CHARACTERS : number * PAGE_CHARACTERS]
+        return shown if pages == 1 else f"(page {number} of {pages})\n{shown}"
+
+    async def search_files(self, text: Any, folder: Any = "") -> str:
+        """Find lines of the archive that hold a text, in any case; under a folder where one is given."""
+        sought = str(text).lower()
+        hits = [
+            f"{path}:{number}: {line.strip()[:300]}"
+            for path, content in self._files_under(folder)
+            for number, line in enumerate(content.splitlines(), start=1)
+            if sought and sought in line.lower()
+        ]
+        return _page_of(hits) or f"No line holds {sought[:200]!r}."
 
     async def write_draft(self, name: Any, source: Any) -> str:
         """Write a module as a draft, the whole source; a draft of that name is replaced. Says whether it can be run."""
@@ -151,7 +156,7 @@ class Drafts:
             return f"The name {str(name)[:60]!r} is no name of a draft: up to 40 letters, digits and underscores."
         if not isinstance(source, str) or len(source) > MOST_CHARACTERS:
             return f"The source must be a text of at most {MOST_CHARACTERS} characters."
-        self.files[path] = source
+        self.drafts[path] = source
         try:
             draft_of(source, self._inputs)
         except DraftError as error:
@@ -160,9 +165,9 @@ class Drafts:
 
     async def edit_draft(self, name: Any, old: Any, new: Any) -> str:
         """Replace a text of a draft, which must occur in it exactly once, by another."""
-        source = self.files.get(draft_path(name))
+        source = self.drafts.get(draft_path(name))
         if source is None:
-            return unknown_draft(name, self.files)
+            return unknown_draft(name, self.drafts)
         if not isinstance(old, str) or not isinstance(new, str) or not old:
             return "old and new must be texts, and old not an empty one."
         if (count := source.count(old)) != 1:
@@ -172,9 +177,9 @@ class Drafts:
     async def run_draft(self, name: Any, example: Any) -> str:
         """Run a draft on a training example, by its number from 0. Returns its LM calls, what it printed, prediction,
         score and feedback."""
-        source, number = self.files.get(draft_path(name)), whole_number(example)
+        source, number = self.drafts.get(draft_path(name)), _whole_number(example)
         if source is None:
-            return unknown_draft(name, self.files)
+            return unknown_draft(name, self.drafts)
         if number is None or number >= self._examples:
             return f"There is no example {str(example)[:60]!r}: they are 0 to {self._examples - 1}."
         try:
@@ -193,6 +198,20 @@ class Drafts:
                 return f"It was not run ({type(error).__name__}), which says nothing about the draft."
             self._left -= 1
             return f"{trace_text(trial)[-PAGE_CHARACTERS:]}\n({self._left} runs left)"
+
+
+def _whole_number(value: object) -> int | None:
+    """Return a whole number of 0 or above, which may be written as a text; None for anything else."""
+    return int(str(value)) if re.fullmatch(r"\d{1,9}", str(value)) else None
+
+
+def _page_of(lines: Sequence[str], advice: str = "") -> str:
+    """Return the first lines, at most a page of them, and say how many more there are."""
+    page = "\n".join(lines[:MOST_LINES])
+    if len(page) > PAGE_CHARACTERS:
+        page = page[:PAGE_CHARACTERS].rpartition("\n")[0]
+    more = len(lines) - page.count("\n") - 1
+    return f"{page}\n... and {more} more{advice}" if more > 0 else page
 
 
 class _Agent(dspy.ReAct):

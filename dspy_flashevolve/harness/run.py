@@ -9,9 +9,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import anyio
 import dspy
@@ -31,7 +34,7 @@ from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in, sources_in
 from dspy_flashevolve.harness.evaluating import FEW_LESSONS, Evaluations, HarnessSettings, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
-from dspy_flashevolve.harness.proposing import Directions, Drafts, agent_of, interface_for
+from dspy_flashevolve.harness.proposing import ProposerTools, agent_of, interface_for
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.usage import COUNTED_BY, tokens_of
@@ -43,8 +46,6 @@ SMOKE_EXAMPLES = 3
 LIVE_STEPS_A_PROPOSER = 3
 """Live steps for each proposer: while its next proposal is written, two earlier ones are checked or evaluated. More
 steps make staler proposals. No other value was measured."""
-ENDED = -1
-"""A step number that stands for all steps that had ended before an interruption."""
 FAILED = "failed candidate "
 """Prefix of the names under which the journal keeps failed candidates."""
 
@@ -54,19 +55,22 @@ class HarnessRun:
 
     def __init__(self, settings: HarnessSettings, run: DspyRun, task: HarnessTask, sandbox: CodeSandbox) -> None:
         self.settings, self.run, self.task, self.sandbox = settings, run, task, sandbox
-        self.archive = Archive(settings.log_dir)
+        self.archive = Archive(None if settings.log_dir is None else Path(settings.log_dir))
         self.missing_protection: tuple[str, ...] = ()
         """Names of the sandbox's layers that the machine does not give."""
         self._evaluations = Evaluations(settings, run, task, sandbox)
         self._calls = settings.k * (2 * SMOKE_EXAMPLES + FEW_LESSONS + len(task.lessons) + len(task.valset))
-        self._directions = Directions(settings.directions)
+        self._directions: dict[int, str] = {}
+        """Number of a live step -> its direction."""
+        self._uses = Counter[str]()
+        """Direction -> steps that have had it."""
         self._proposers = anyio.Semaphore(settings.proposers)
         self._seeded, self._admitting = anyio.Event(), anyio.Lock()
         self._being_evaluated: dict[int, list[Draft]] = {}
         self._resumed: set[tuple[int, int]] = set()
         """(step, position in its proposal) of the candidates that were in the journal."""
         self._has_warned = False
-        self._agent(self._drafts(0))  # before anything is asked
+        self._agent(self._tools(0))  # before anything is asked
 
     async def search(self) -> None:
         """Search until all iterations are done or the run is stopped.
@@ -106,28 +110,31 @@ class HarnessRun:
                 raise RunAbortedError(f"the student could not be evaluated: {error}") from error
             raise
         finally:
-            self._directions.release(step.number)
+            self._directions.pop(step.number, None)
             self._being_evaluated.pop(step.number, None)
 
     async def select(self, step: Step) -> str:
-        """Reserve a direction, once the student has been evaluated."""
+        """Once the student is evaluated, take the direction that the fewest live steps have, of these the one that
+        was taken least; a step that runs again has the one that it had."""
         if step.recorded is None and step.number > self.settings.iterations:
             raise NothingToDoError
         await self._seeded.wait()
-        before = step.recorded or {}
-        direction = self._directions.reserve(step.number, before.get("direction"))
-        version = before.get("version", self.archive.version)
-        self.run.begin(step, version, selection={"direction": direction, "version": version})
-        return direction
+        live = list(self._directions.values())
+        direction = min(self.settings.directions, key=lambda text: (live.count(text), self._uses[text]))
+        selection: dict[str, Any] = step.recorded or {"direction": direction, "version": self.archive.version}
+        self._directions[step.number] = selection["direction"]
+        self._uses[selection["direction"]] += 1
+        self.run.begin(step, selection["version"], selection=selection)
+        return selection["direction"]
 
     async def propose(self, step: Step, direction: str) -> list[Draft]:
         """Let an agent read the archive and write drafts."""
-        settings, archive, drafts_written = self.settings, self.archive, self._drafts(step.number)
+        settings, archive, tools = self.settings, self.archive, self._tools(step.number)
         # The journal keeps the archive's version with the reply: a step that runs again reads it as it did before.
         asked = await self.run.call_module(
             "propose",
             step,
-            self._agent(drafts_written),
+            self._agent(tools),
             {
                 "task": self.task.description,
                 "interface": interface_for(settings.limits),
@@ -137,12 +144,12 @@ class HarnessRun:
                 "count": settings.k,
             },
             lm=settings.proposer_lm,
-            read=lambda reply: (sources_in(str(reply.modules), drafts_written.files), archive.version),
+            read=lambda reply: (sources_in(str(reply.modules), tools.drafts), archive.version),
             record=ReplyText("0"),
             is_fresh=True,
         )
-        if drafts_written.aborted is not None:
-            raise drafts_written.aborted
+        if tools.aborted is not None:
+            raise tools.aborted
         if asked.answer is None:
             error = f"{type(asked.error).__name__}: {asked.error}"[:300]
             if not self._has_warned:
@@ -158,7 +165,7 @@ class HarnessRun:
         self._being_evaluated[step.number] = drafts
         return drafts
 
-    def _drafts(self, step: int) -> Drafts:
+    def _tools(self, step: int) -> ProposerTools:
         most = self.settings.proposer_tokens
 
         def is_spent() -> bool:
@@ -167,14 +174,13 @@ class HarnessRun:
 
         examples, runs = len(self.task.smoke_examples), self.settings.proposer_runs
         rehearse = partial(self._evaluations.rehearse, step)
-        return Drafts(self.task.inputs, rehearse, examples, runs, is_spent)
+        return ProposerTools(self.archive, self.task.inputs, rehearse, examples, runs, is_spent)
 
-    def _agent(self, drafts: Drafts) -> dspy.Module:
+    def _agent(self, tools: ProposerTools) -> dspy.Module:
         """Return the agent of one proposal; ConfigurationError where the user's ``proposer`` made no module."""
-        tools = drafts.tools(self.archive)
         if self.settings.proposer is None:
-            return agent_of(tools, self.settings.proposer_steps)
-        agent = self.settings.proposer(tools)
+            return agent_of(tools.tools(), self.settings.proposer_steps)
+        agent = self.settings.proposer(tools.tools())
         if not isinstance(agent, dspy.Module):
             raise ConfigurationError(f"proposer(tools) returned {agent!r:.80}, expected a dspy.Module.")
         return agent
@@ -232,7 +238,7 @@ class HarnessRun:
 
     def _reserved(self, step: int) -> str:
         """Return in words what the other live steps look into and have written, for a proposer to leave to them."""
-        lines = [f"- {direction}" for direction in self._directions.others(step)]
+        lines = [f"- {direction}" for number, direction in self._directions.items() if number != step]
         for number, drafts in self._being_evaluated.items():
             if number != step:
                 lines += [f"- being evaluated: {draft.name}: {draft.hypothesis}" for draft in drafts]
@@ -250,10 +256,8 @@ class HarnessRun:
                 store.set_state(f"{FAILED}{failed:06d}", lambda record=record: record)
                 failed += 1
             else:
-                texts, scores = (
-                    texts_of(candidate.draft, candidate.memory),
-                    {str(n): score for n, score in enumerate(candidate.scores)},
-                )
+                texts = texts_of(candidate.draft, candidate.memory)
+                scores = {str(number): score for number, score in enumerate(candidate.scores)}
                 store.record_commit(
                     step.number, number, number + 1, texts, candidate.draft.parents, scores, candidate.score, record
                 )
@@ -277,8 +281,7 @@ class HarnessRun:
                 if REDACTED in text:
                     logger.warning("candidate %04d is not as it was: a secret was taken out of the journal", number)
             for row in rows("SELECT selection FROM steps WHERE number > 0 AND number IN (SELECT step FROM ends)"):
-                self._directions.reserve(ENDED, json.loads(row["selection"])["direction"])
-            self._directions.release(ENDED)
+                self._uses[json.loads(row["selection"])["direction"]] += 1
             if self.archive.version:
                 self._seeded.set()
             self.run.store.load_unfinished()

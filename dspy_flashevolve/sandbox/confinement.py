@@ -134,11 +134,6 @@ def clone(flags: int) -> int:
     return pid
 
 
-def unshare(flags: int) -> None:
-    """Move this process into new namespaces. Call it in a process with one thread only."""
-    _done(_libc.unshare(ctypes.c_int(flags)), "unshare")
-
-
 def map_identity(uid: int, gid: int) -> None:
     """In a new user namespace, keep the user and group ids of outside."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -153,26 +148,9 @@ def cover(path: str, size_bytes: int, mode: int = 0o755) -> None:
     _done(_libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", flags, options), f"mount over {path}")
 
 
-def bind(open_directory: int, path: str) -> None:
-    """Mount an open directory at ``path``, too."""
-    source = f"/proc/self/fd/{open_directory}".encode()
-    _done(_libc.mount(source, os.fsencode(path), None, ctypes.c_ulong(_MS_BIND | _MS_REC), None), f"bind {path}")
-
-
 def make_mounts_private() -> None:
     """Keep later mounts of this process from being seen by the rest of the machine."""
     _done(_libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None), "mount --make-rprivate /")
-
-
-def make_mounts_read_only() -> None:
-    """Make every present mount of this mount namespace read-only. Needs Linux 5.12 or later."""
-    attributes = struct.pack("=4Q", 1, 0, 0, 0)  # MOUNT_ATTR_RDONLY
-    _call(_NEW["mount_setattr"], _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes)))
-
-
-def drop_capabilities() -> None:
-    """Give up every capability, those in a new user namespace included."""
-    _done(_libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)), "capset")
 
 
 def adopt_orphans() -> None:
@@ -180,43 +158,32 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def landlock_version() -> int:
-    """Return the version of Landlock that the kernel has; 0 without it."""
-    try:
-        return _call(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
-    except OSError:
-        return 0
-
-
 def landlock(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]) -> None:
     """Forbid this process and its descendants every file but those beneath the given paths; missing ones are left out.
 
-    Where the kernel can, TCP, signals to others and abstract sockets of others are forbidden, too.
+    Where the kernel can, TCP, signals to others and abstract sockets of others are forbidden, too. An OSError is raised
+    where it has no Landlock.
     """
-    version = landlock_version()
+    version = _call(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     rights = _RIGHTS_OF_ABI.get(version, _ALL_RIGHTS)
     parts = [rights] + ([3] if version >= 4 else []) + ([3] if version >= 6 else [])
     attributes = struct.pack(f"={len(parts)}Q", *parts)
     ruleset = _call(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     for paths, allowed in ((readable, _READ), (writable, rights), (devices, _FILE & ~1)):
         for path in paths:
-            _allow(ruleset, path, allowed & rights)
+            try:
+                beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except (FileNotFoundError, PermissionError):  # what cannot be opened cannot be allowed, either
+                continue
+            try:
+                of_path = allowed & rights & (_ALL_RIGHTS if os.path.isdir(path) else _FILE)
+                rule = struct.pack("=Qi", of_path, beneath)
+                _call(_LANDLOCK_ADD, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint32(0))
+            finally:
+                os.close(beneath)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _call(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0))
     os.close(ruleset)
-
-
-def _allow(ruleset: int, path: str, rights: int) -> None:
-    try:
-        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except (FileNotFoundError, PermissionError):  # what cannot be opened cannot be allowed, either
-        return
-    try:
-        allowed = rights if os.path.isdir(path) else rights & _FILE
-        rule = struct.pack("=Qi", allowed, beneath)
-        _call(_LANDLOCK_ADD, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint32(0))
-    finally:
-        os.close(beneath)
 
 
 def _column(machine: str) -> int:
@@ -361,7 +328,8 @@ def hide_others_files(kept: Iterable[str]) -> bool:
     """
     user, group = os.getuid(), os.getgid()
     try:
-        unshare(OWN_MOUNTS if user == 0 else OWN_MOUNTS | OWN_USERS)
+        flags = OWN_MOUNTS if user == 0 else OWN_MOUNTS | OWN_USERS
+        _done(_libc.unshare(ctypes.c_int(flags)), "unshare")
         if user != 0:
             map_identity(user, group)
         make_mounts_private()
@@ -379,7 +347,8 @@ def hide_others_files(kept: Iterable[str]) -> bool:
         cover(path, 64 << 20)
     for path, number in held:
         os.makedirs(path, exist_ok=True)
-        bind(number, path)
+        source, flags = f"/proc/self/fd/{number}".encode(), ctypes.c_ulong(_MS_BIND | _MS_REC)
+        _done(_libc.mount(source, os.fsencode(path), None, flags, None), f"bind {path}")
         os.close(number)
     return True
 
@@ -450,34 +419,31 @@ def confine(layers: Layers, limits: Limits, scratch: str, owner: tuple[int, int]
     if layers.namespaces:
         map_identity(*owner)
         make_mounts_private()
-        with contextlib.suppress(OSError):  # an older kernel: seccomp refuses the changes, too
-            make_mounts_read_only()
+        read_only = struct.pack("=4Q", 1, 0, 0, 0)  # MOUNT_ATTR_RDONLY, for every mount of this namespace
+        with contextlib.suppress(OSError):  # before Linux 5.12: seccomp refuses the changes, too
+            _call(_NEW["mount_setattr"], _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, ctypes.c_size_t(len(read_only)))
         cover("/proc", 4096)
         cover(scratch, limits.scratch_bytes, 0o700)
     os.chdir(scratch)
-    _limit(limits, mapped_bytes, 0 if layers.namespaces else own_tasks)
-    if layers.landlock:
-        landlock(readable_roots(), (scratch,), DEVICES)
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)  # nor gains any that is executed later
-    drop_capabilities()
-    os.environ.clear()
-    if layers.seccomp:
-        refuse_system_calls()
-
-
-def _limit(limits: Limits, mapped_bytes: int, own_tasks: int) -> None:
-    wanted = {
+    for kind, value in {
         resource.RLIMIT_CPU: limits.cpu_seconds,
         resource.RLIMIT_AS: mapped_bytes + limits.memory_bytes,
         resource.RLIMIT_FSIZE: limits.scratch_bytes,
         resource.RLIMIT_NOFILE: OPEN_FILES,
-        resource.RLIMIT_NPROC: own_tasks + limits.tasks,
+        resource.RLIMIT_NPROC: limits.tasks + (0 if layers.namespaces else own_tasks),
         resource.RLIMIT_CORE: 0,
-    }
-    for kind, value in wanted.items():
+    }.items():
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
+    if layers.landlock:
+        landlock(readable_roots(), (scratch,), DEVICES)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)  # nor gains any that is executed later
+    # It gives up every capability, those in a new user namespace included.
+    _done(_libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)), "capset")
+    os.environ.clear()
+    if layers.seccomp:
+        refuse_system_calls()
 
 
 def close_all_but(*kept: int) -> None:

@@ -208,8 +208,7 @@ class Sandbox:
             return self._server
 
     async def _start(self) -> _Started:
-        server = _launched(self._without)
-        loop = asyncio.get_running_loop()
+        server, loop = _launched(self._without), asyncio.get_running_loop()
         try:
             data = await asyncio.wait_for(loop.sock_recv(server.control, 4096), START_SECONDS)
             layers = Layers(**json.loads(data)["ready"]["layers"])
@@ -329,6 +328,7 @@ class Conversation:
         self._calls_left = limits.lm_calls
         self._tokens_left = limits.lm_tokens
         self._ahead: asyncio.Future[dict[str, Any]] | None = None
+        """The next frame, where it is awaited since an LM call."""
         self.calls: list[LmRecord] = []
         self.printed = ""
         self.seconds = 0.0
@@ -349,7 +349,8 @@ class Conversation:
         try:
             with anyio.move_on_after(limits.total_seconds) as all_of_it, anyio.move_on_after(limits.seconds) as bound:
                 await self._send(job)
-                while "lm" in (message := await self._next_frame()):
+                while "lm" in (message := await (self._ahead or self._frame())):
+                    self._ahead = None
                     request, asked_at = _read(parse_request, message["lm"]), clock()
                     self._count(request)
                     remaining, bound.deadline = bound.deadline - asked_at, math.inf
@@ -408,11 +409,6 @@ class Conversation:
             return await call
         finally:
             await _cancel(call)
-
-    async def _next_frame(self) -> dict[str, Any]:
-        """Return the next frame, which may have been awaited since an LM call."""
-        ahead, self._ahead = self._ahead, None
-        return await (self._frame() if ahead is None else ahead)
 
     def _answer_of(self, message: dict[str, Any]) -> dict[str, Any] | Failure:
         kind, printed = message.get("kind"), message.get("printed", "")

@@ -406,24 +406,21 @@ def main(control_number: int, *without: str) -> None:
         confinement.hide_others_files(roots)
     scratch = os.path.realpath(tempfile.mkdtemp(prefix="flashevolve-"))
     try:
-        _serve(control, scratch, without)
+        user = "user" not in without and confinement.become_nobody(scratch)
+        confinement.adopt_orphans()
+        cache = os.path.join(scratch, "cache")
+        os.environ.update(DSPY_CACHEDIR=cache, LITELLM_LOCAL_MODEL_COST_MAP="True", HOME=scratch)
+        warm_up()
+        os.environ.clear()
+        gc.collect()
+        gc.freeze()
+        layers = confinement.probe_layers(user, scratch, without)
+        zygote = Zygote(control, layers, scratch)
+        with contextlib.suppress(BrokenPipeError):  # the host has gone already
+            control.send(json.dumps({"ready": {"layers": asdict(layers)}}).encode())
+        try:
+            zygote.serve()
+        finally:
+            zygote.close()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _serve(control: socket.socket, scratch: str, without: tuple[str, ...]) -> None:
-    user = "user" not in without and confinement.become_nobody(scratch)
-    confinement.adopt_orphans()
-    os.environ.update(DSPY_CACHEDIR=os.path.join(scratch, "cache"), LITELLM_LOCAL_MODEL_COST_MAP="True", HOME=scratch)
-    warm_up()
-    os.environ.clear()
-    gc.collect()
-    gc.freeze()
-    layers = confinement.probe_layers(user, scratch, without)
-    zygote = Zygote(control, layers, scratch)
-    with contextlib.suppress(BrokenPipeError):  # the host has gone already
-        control.send(json.dumps({"ready": {"layers": asdict(layers)}}).encode())
-    try:
-        zygote.serve()
-    finally:
-        zygote.close()

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from hypothesis import strategies as st
 
-from dspy_flashevolve.ace.operations import MOST_EXAMPLES, Add, Operation, PlaybookWriter, Remove
-from dspy_flashevolve.ace.playbook import SECTIONS, CountTokens, Playbook, approximate_tokens
+from dspy_flashevolve.ace.playbook import (
+    MOST_EXAMPLES,
+    SECTIONS,
+    Add,
+    Operation,
+    Playbook,
+    PlaybookWriter,
+    Remove,
+    approximate_tokens,
+)
 from dspy_flashevolve.observe.statistics import Problem
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
@@ -44,20 +51,9 @@ class Applied:
     evicted: list[str]
 
 
-def writer_of(
-    playbook: Playbook,
-    token_budget: int = 10**9,
-    count_tokens: CountTokens = approximate_tokens,
-) -> PlaybookWriter:
-    """A writer that has changed nothing yet."""
-    return PlaybookWriter(playbook, token_budget, count_tokens)
-
-
-def apply_operations(
-    playbook: Playbook, operations: Iterable[Operation], token_budget: int = 10**9, **options: Any
-) -> Applied:
+def apply_operations(playbook: Playbook, operations: Iterable[Operation], token_budget: int = 10**9) -> Applied:
     """What a new writer makes of operations."""
-    writer = writer_of(playbook, token_budget, **options)
+    writer = PlaybookWriter(playbook, token_budget, approximate_tokens)
     done, problems = writer.apply(operations), writer.counts.first_problems
     evicted = [problem.detail for problem in problems if problem.kind == "over the token budget"]
     assert len(evicted) == writer.counts.evicted or len(problems) == MOST_EXAMPLES

@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.ace.operations import (
-    MOST_CHARACTERS,
-    MOST_OPERATIONS,
-    Add,
-    Remove,
-    parse_operations,
-    parse_tags,
-)
+from dspy_flashevolve.ace.operations import MOST_CHARACTERS, MOST_OPERATIONS, parse_operations, parse_tags
+from dspy_flashevolve.ace.playbook import Add, Remove
 from dspy_flashevolve.observe.statistics import Problem
 from tests.ace.test_playbook import JSON
 
@@ -35,7 +29,6 @@ READ = [Add("other", "Mind units."), Remove("oth-1"), Add("other", "y"), Remove(
         {"operations": LIST},
         json.dumps(LIST),
         f"Sure! Here:\n```json\n{json.dumps({'reasoning': 'r', 'operations': LIST}, indent=2)}\n```\nDone [1].",
-        str(LIST),
         "\n".join(json.dumps(operation) for operation in LIST),
         json.dumps(LIST)[:-1],
     ],
@@ -111,17 +104,16 @@ def test_nesting_without_end_ends(reply: str) -> None:
         [{"id": "oth-1", "tag": "helpful"}, {"id": "oth-2", "tag": "harmful"}],
         'Tags: [{"id": "oth-1", "tag": "helpful"}, {"id": "oth-2", "tag": "harmful"}].',
         {"bullet_tags": [{"id": "oth-1", "tag": "helpful"}, {"id": "oth-2", "tag": "harmful"}]},
-        "{'oth-1': 'helpful', 'oth-2': 'harmful', 'oth-1 ': 'harmful'}",
+        '{"oth-1": "helpful", "oth-2": "harmful", "oth-1 ": "harmful"}',
     ],
 )
 def test_tags_are_read_in_every_form_that_models_write(reply: object) -> None:
     assert parse_tags(reply) == ([("oth-1", "helpful"), ("oth-2", "harmful")], [])
 
 
-def test_a_very_long_reply_is_cut_and_no_long_literal_is_read() -> None:
+def test_a_very_long_reply_is_cut_and_a_python_literal_is_a_problem() -> None:
     item = '{"type": "REMOVE", "id": "oth-1"}'
     operations, _ = parse_operations(item + " " * MOST_CHARACTERS + item)
     assert operations == [Remove("oth-1")]
-    literal = "[" + "{'type': 'REMOVE', 'id': 'oth-1'}, " * 2000 + "]"
-    operations, problems = parse_operations(literal)
+    operations, problems = parse_operations("[{'type': 'REMOVE', 'id': 'oth-1'}]")
     assert (operations, [problem.kind for problem in problems]) == ([], ["unreadable reply"])

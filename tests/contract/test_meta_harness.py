@@ -226,6 +226,7 @@ def test_the_run_directory_holds_every_candidate_and_is_for_one_run(tmp_path: Pa
     ({"iterations": 0}, "iterations is 0"), ({"k": 0}, "k is 0"), ({"proposers": 1.5}, "proposers is 1.5"),
     ({"schedule": "fast"}, "schedule is 'fast'"),
     ({"sandbox": "docker"}, "sandbox is 'docker'"), ({"cost": 3}, "cost is 3"), ({"directions": []}, "directions is"),
+    ({"directions": "words"}, "directions is"), ({"directions": ["", "x"]}, "directions is"),
 ])  # fmt: skip
 def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -201,6 +202,30 @@ def test_a_harness_runs_in_a_forked_process() -> None:
         finally:
             child.kill()
             child.join()
+
+
+PARALLEL = """
+import sys
+import dspy
+from dspy_flashevolve import Harness
+from tests.fakes import fake_lm, reply_for
+
+sys.setswitchinterval(1e-5)
+rows = [dspy.Example(question=str(number), answer="42").with_inputs("question") for number in range(32)]
+evaluate = dspy.Evaluate(devset=rows, metric=lambda gold, pred, trace=None: gold.answer == pred.answer, num_threads=16)
+with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="42"))):
+    print("score", evaluate(Harness("question -> answer", accept_missing_protection=LAYERS)).score)
+"""
+"""In a process of its own: only the first calls of a process can meet."""
+
+
+@pytest.mark.long
+def test_its_first_calls_may_come_from_many_threads_at_once() -> None:
+
+    for _ in range(3):
+        code = PARALLEL.replace("LAYERS", repr(LAYERS))
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+        assert "score 100.0" in ran.stdout, ran.stderr[-2000:]
 
 
 # Inputs that the signature does not have.
