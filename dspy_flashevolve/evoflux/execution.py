@@ -197,11 +197,11 @@ class Executor:
 
     def before_writes(self, workflow: Workflow) -> tuple[Node, ...]:
         """The nodes that come before the first one that writes: what they see in a search is the real state."""
-        return tuple(itertools.takewhile(lambda node: not self.writes(node), workflow.ordered()))
+        return tuple(itertools.takewhile(lambda node: not self.writes(node), workflow.nodes))
 
     def keep_calls_for(self, workflow: Workflow) -> None:
         """Keep as many calls as the final run of a workflow needs: from its first writing node on."""
-        self.kept_calls = len(workflow.ordered()) - len(self.before_writes(workflow))
+        self.kept_calls = len(workflow.nodes) - len(self.before_writes(workflow))
 
     async def run(self, workflow: Workflow, final: bool = False) -> Execution:
         """Run a workflow; what goes wrong is an error of its node.
@@ -213,10 +213,11 @@ class Executor:
             self.kept_calls = 0
         runs: dict[str, NodeRun] = {}
         effects, halted_by, failed = "", None, None
-        pending = list(workflow.ordered())
+        pending = list(workflow.nodes)
         while pending:
             reading = itertools.takewhile(lambda node: not self.writes(node), pending)
-            ready = [node for node in reading if all(need in runs for need in node.needs)] or pending[:1]
+            waiting = {node.id for node in pending}
+            ready = [node for node in reading if not waiting & node.needs] or pending[:1]
             halts = [halted_by or (failed if self.writes(node) else None) for node in ready]
             made = await gather([
                 partial(self._run_node, node, runs, effects, halt, final)
@@ -229,9 +230,7 @@ class Executor:
             if halted_by is None and self.writes(ready[-1]) and run.status != "ran":
                 halted_by = run
             pending = [node for node in pending if node not in ready]
-        left_out = [node for node in workflow.nodes if node.id not in runs]
-        in_cycle = [NodeRun(node.id, node.tool, "skipped", error="it is part of a cycle") for node in left_out]
-        return Execution((*runs.values(), *in_cycle))
+        return Execution(tuple(runs.values()))
 
     async def close(self) -> None:
         """Close the copies of the world and the threads, but for one whose call hangs."""
@@ -247,7 +246,7 @@ class Executor:
             if halted_by is not None:  # nobody knows the state that it would find
                 status: Status = "waiting" if halted_by.status == "waiting" else "skipped"
                 raise _NotRunError(f"it comes after {halted_by.node!r}, which did not run", status=status)
-            missing = [need for need in node.needs if need not in runs or runs[need].status != "ran"]
+            missing = sorted(need for need in node.needs if need not in runs or runs[need].status != "ran")
             if missing:
                 raise _NotRunError(f"it needs {missing}, which did not run", status="skipped")
             (output, text), effects = await self._output(node, runs, effects, final)

@@ -36,11 +36,11 @@ from dspy_flashevolve.engine.errors import ConfigurationError, check_counts, che
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot, in_slot
-from dspy_flashevolve.evoflux.execution import EvofluxStats, Execution, Executor, World
-from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan
-from dspy_flashevolve.evoflux.repair import Repairer
+from dspy_flashevolve.evoflux.execution import EvofluxStats, Execution, Executor, NodeRun, World
+from dspy_flashevolve.evoflux.plans import PlanError, python_names, read_plan, stub_of
+from dspy_flashevolve.evoflux.repair import repaired
 from dspy_flashevolve.evoflux.schemas import TooMuchWorkError, limited_work
-from dspy_flashevolve.evoflux.tools import Effect, catalogue_of, python_names, stub_of
+from dspy_flashevolve.evoflux.tools import Effect, catalogue_of
 from dspy_flashevolve.evoflux.workflow import REFERENCE, TEXT, Workflow
 from dspy_flashevolve.programs.usage import counting_usage, tokens_of
 
@@ -132,7 +132,7 @@ class Search:
         self._names = python_names(executor.tools)
         shown = [stub_of(spec, self._names[name]) for name, spec in executor.tools.items()]
         self._asked = {**inputs, "tools": "\n".join(shown)}
-        self._repairer, self._is_alone = Repairer(executor.tools, _plain(inputs)), is_alone
+        self._inputs, self._is_alone = _plain(inputs), is_alone
         self._last_reply = ""
         self.best: Candidate | None = None
         """The candidate with the most evidence; of equals one that ran completely, and the earliest."""
@@ -187,14 +187,14 @@ class Search:
                 raise
             self.stats.stop_reason = f"the planner's LM failed: {error}"[:FEEDBACK_CHARACTERS]
             return
-        if made is None or str(made.workflow) in self._seen:
+        if made is None or repr(made.workflow) in self._seen:
             if made is not None and made.origin == "LM edit":
                 self._last_reply = "The last reply was tried before: write others."
             self._futile += 1
             await anyio.lowlevel.checkpoint()
             return
         self._futile = 0
-        self._seen.add(str(made.workflow))
+        self._seen.add(repr(made.workflow))
         self.stats.candidates += 1
         made = replace(made, number=self.stats.candidates)
         execution = await self.executor.run(made.workflow)
@@ -205,7 +205,9 @@ class Search:
         candidate = replace(made, execution=execution, score=score, goal=goal)
         self.stats.origins[candidate.origin] += 1
         if self.best is None or candidate.rank > self.best.rank:
-            self.best, self._repair = candidate, self._repaired(candidate)
+            self.best = candidate
+            repair = self._repaired(candidate.workflow, execution.outputs, execution.failures)
+            self._repair = None if repr(repair) in self._seen else repair
             self.executor.keep_calls_for(candidate.workflow)
         if candidate.score >= 1:  # what the other steps are about cannot be better
             self.stats.stop_reason = "a workflow ran completely"
@@ -222,18 +224,18 @@ class Search:
         best = self.best
         if best is None:
             feedback = self._last_reply or "none yet"
-            return self._written("plan", await self._reply("plan", step, self._program.plan, feedback=feedback))
+            plan = await self._reply("plan", step, self._program.plan, feedback=feedback)
+            return Candidate(self._repaired(plan, {}), "plan", len(plan.nodes))
         if self._repair is not None:
-            repaired, self._repair = self._repair, None
-            return Candidate(repaired, "repair", best.planned)
+            repair, self._repair = self._repair, None
+            return Candidate(repair, "repair", best.planned)
         if "LM edits" in self._program.without:
             return None
         feedback = f"{self._feedback_on(best)}\n{self._last_reply}".rstrip()
-        edited = await self._reply(
-            "repair", step, self._program.edit, workflow=as_python(best.workflow, self._names), feedback=feedback
-        )
-        made = self._written("LM edit", edited, best.execution.outputs)
-        return replace(made, planned=max(best.planned, made.planned))
+        shown = best.workflow.as_python(self._names)
+        edit = await self._reply("repair", step, self._program.edit, workflow=shown, feedback=feedback)
+        planned = max(best.planned, len(edit.nodes))
+        return Candidate(self._repaired(edit, best.execution.outputs), "LM edit", planned)
 
     async def _reply(self, stage: str, step: QueryStep, predictor: dspy.Predict, **fields: str) -> Workflow:
         """Ask for a plan, and read it."""
@@ -247,7 +249,7 @@ class Search:
             reply = await self._request(stage, step, partial(predictor.acall, **self._asked, **fields, **config))
         finally:
             self._asking, self._replies = self._asking - 1, self._replies + 1
-        read = read_plan(str(reply.plan or ""), self.executor.tools, self._repairer.inputs)
+        read = read_plan(str(reply.plan or ""), self.executor.tools, self._inputs)
         self._last_reply = ""
         return read
 
@@ -259,21 +261,12 @@ class Search:
         lines += [f"node {run.node!r}: {run.outcome(FEEDBACK_CHARACTERS)}" for run in candidate.execution.runs]
         return "\n".join([*lines, "The goal was not reached."] if candidate.execution.is_complete else lines)
 
-    def _repaired(self, candidate: Candidate) -> Workflow | None:
-        """Repair a candidate by what its run observed; None where that changes nothing, or was tried."""
+    def _repaired(self, workflow: Workflow, outputs: Mapping[str, Any], failures: Sequence[NodeRun] = ()) -> Workflow:
+        """Repair a workflow without an LM, by its schemas and by what was observed."""
         with suppress(TooMuchWorkError), limited_work():
             if "static repair" not in self._program.without:
-                repaired = self._repairer.repaired_run(candidate.workflow, candidate.execution)
-                return None if str(repaired) in self._seen else repaired
-        return None
-
-    def _written(self, origin: Origin, workflow: Workflow, outputs: Mapping[str, Any] | None = None) -> Candidate:
-        """Repair a new workflow by its schemas, before any call."""
-        planned = len(workflow.nodes)
-        with suppress(TooMuchWorkError), limited_work():
-            if "static repair" not in self._program.without:
-                workflow = replace(self._repairer, outputs=outputs or {}).repaired(workflow)
-        return Candidate(workflow, origin, planned)
+                return repaired(workflow, self.executor.tools, outputs, failures)
+        return workflow
 
 
 PLAN = """Write Python that calls the tools which gather what is needed to produce {outputs} from {inputs}: one call a
