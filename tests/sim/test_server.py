@@ -149,18 +149,3 @@ def test_stats_count_by_kind_and_begin_again_after_a_reset() -> None:
         assert (now["requests"], now["completion_tokens"], now["generated_tokens"]) == (0, 0, 0)
 
     run(test)
-
-
-def test_metrics_have_vllms_names() -> None:
-    async def test(session: Client) -> None:
-        reply = await chat(session, "Hello")
-        async with session.get("/metrics") as response:
-            text = await response.text()
-        samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        labels = 'engine="0",model_name="Qwen/Qwen3-8B"'
-        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-            assert float(samples[f"vllm:{name}{{{labels}}}"]) == 0
-        assert int(samples[f"vllm:prompt_tokens_total{{{labels}}}"]) == reply["usage"]["prompt_tokens"]
-        assert int(samples[f"vllm:generation_tokens_total{{{labels}}}"]) == reply["usage"]["completion_tokens"]
-
-    run(test)
