@@ -91,12 +91,9 @@ class Candidate:
 
 
 def evidence(execution: Execution, planned: int) -> float:
-    """Score what ran: the share of nodes with a valid output; half for one whose output is against its schema.
-
-    A writing node that waits for the final run counts as one that ran: nothing is known against it.
-    """
-    worth = {"ran": 1.0, "waiting": 1.0}
-    points = sum(worth.get(run.status, 0.5 if run.fault == "output" else 0.0) for run in execution.runs)
+    """Score what ran: the share of nodes with a valid output, or that wait for the final run, with nothing known
+    against them."""
+    points = sum(run.status in ("ran", "waiting") for run in execution.runs)
     return points / max(planned, len(execution.runs), 1)
 
 
@@ -109,6 +106,11 @@ def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
                 text = json.dumps(to_jsonable_python(value), allow_nan=False)
                 made |= {name: json.loads(text)} if not any(f'"{key}"' in text for key in (REFERENCE, TEXT)) else {}
     return made
+
+
+def _key(workflow: Workflow) -> str:
+    """Return equal texts for workflows that make the same calls, whatever the order of their parameters."""
+    return json.dumps(workflow.as_json(), sort_keys=True)
 
 
 class Search:
@@ -187,14 +189,14 @@ class Search:
                 raise
             self.stats.stop_reason = f"the planner's LM failed: {error}"[:FEEDBACK_CHARACTERS]
             return
-        if made is None or repr(made.workflow) in self._seen:
+        if made is None or _key(made.workflow) in self._seen:
             if made is not None and made.origin == "LM edit":
                 self._last_reply = "The last reply was tried before: write others."
             self._futile += 1
             await anyio.lowlevel.checkpoint()
             return
         self._futile = 0
-        self._seen.add(repr(made.workflow))
+        self._seen.add(_key(made.workflow))
         self.stats.candidates += 1
         made = replace(made, number=self.stats.candidates)
         execution = await self.executor.run(made.workflow)
@@ -207,7 +209,7 @@ class Search:
         if self.best is None or candidate.rank > self.best.rank:
             self.best = candidate
             repair = self._repaired(candidate.workflow, execution.outputs, execution.failures)
-            self._repair = None if repr(repair) in self._seen else repair
+            self._repair = None if _key(repair) in self._seen else repair
             self.executor.keep_calls_for(candidate.workflow)
         if candidate.score >= 1:  # what the other steps are about cannot be better
             self.stats.stop_reason = "a workflow ran completely"

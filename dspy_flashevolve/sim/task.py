@@ -106,7 +106,7 @@ class HouseRules:
         return _Chain({name: [rule for rule in rules if _owner(rule, outputs) == name] for name in outputs})
 
     def optimal_instruction(self) -> str:
-        """Return the instruction of one predictor with the rules that are worth their length; all, if length is free."""
+        """Return the instruction of one predictor that holds the rules that are worth their length."""
         rules = sorted(self.all_rules(), key=lambda rule: self._expected([rule]), reverse=True)
         best = max((rules[:length] for length in range(len(rules) + 1)), key=self._expected)
         return _instruction("answer", sorted(best))

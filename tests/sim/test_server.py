@@ -76,19 +76,6 @@ def test_a_completion_has_openais_shape_and_its_usage_adds_up() -> None:
     run(test)
 
 
-def test_the_order_of_requests_changes_no_reply() -> None:
-    texts = [f"Question {index}" for index in range(40)]
-
-    async def ask(session: Client, order: list[str]) -> dict[str, Any]:
-        replies = await asyncio.gather(*(chat(session, text) for text in order))
-        return {text: (reply["choices"], reply["usage"]) for text, reply in zip(order, replies, strict=True)}
-
-    async def test(session: Client) -> None:
-        assert await ask(session, texts) == await ask(session, texts[::-1])
-
-    run(test)
-
-
 def test_the_api_refuses_what_is_over_its_limit_and_says_when_to_come_back() -> None:
     async def test(session: Client) -> None:
         tasks = [asyncio.create_task(chat(session, str(index))) for index in range(2)]
