@@ -1,14 +1,17 @@
-"""Real MCP servers over stdio: their schemas, copies of their state, and what is left behind."""
+"""Real MCP servers over stdio and HTTP: their schemas, copies of their state, and what is left behind."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import socket
 import sqlite3
+import subprocess
 import sys
 import sysconfig
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import dspy
 import pytest
@@ -38,7 +41,7 @@ def world(directory: Path) -> DirectoryWorld:
     return DirectoryWorld(directory, {"notes": [sys.executable, SERVER, "{directory}"]})
 
 
-async def answered(notes: DirectoryWorld, planner: ScriptedPlanner, **options: object) -> dspy.Prediction:
+async def answered(notes: Any, planner: ScriptedPlanner, **options: object) -> dspy.Prediction:
     program = Evoflux("question -> answer", tools=[notes], **options)  # type: ignore[arg-type]
     with dspy.context(lm=planner.lm):
         return await program.acall(question="?")
@@ -75,6 +78,33 @@ def test_candidates_change_copies_the_winner_the_directory_and_no_process_is_lef
     assert made.execution.outputs["h"] == {"result": ["new", "old"]}
     assert (tmp_path / "new").read_text() == "hello"
     assert children() == before
+
+
+@pytest.mark.usefixtures("sdk")
+def test_a_session_over_http_is_a_tool(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("old")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def main() -> dspy.Prediction:
+        mcp, client = importlib.import_module("mcp"), importlib.import_module("mcp.client.streamable_http")
+        async with client.streamablehttp_client(f"http://127.0.0.1:{port}/mcp") as (reads, writes, _):
+            async with mcp.ClientSession(reads, writes) as session:
+                await session.initialize()
+                return await answered(session, ScriptedPlanner(["write_note('new', 'hello')\nnotes = list_notes()"]))
+
+    process = subprocess.Popen(
+        [sys.executable, SERVER, str(tmp_path), str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        assert any("Uvicorn running" in line for line in process.stderr)
+        made = asyncio.run(main())
+    finally:
+        process.kill()
+        process.communicate()
+    assert made.is_complete
+    assert made.execution.outputs["notes"] == {"result": ["new", "old"]}
 
 
 @pytest.mark.long
