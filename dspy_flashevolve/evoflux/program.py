@@ -99,13 +99,13 @@ def evidence(execution: Execution, planned: int) -> float:
 
 def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs that may be a parameter's value, of JSON's types, without what would be read as a reference."""
-    made: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for name, value in inputs.items():
         if isinstance(value, str | int | float | list | dict):
             with suppress(ValueError, TypeError, RecursionError):
                 text = json.dumps(to_jsonable_python(value), allow_nan=False)
-                made |= {name: json.loads(text)} if not any(f'"{key}"' in text for key in (REFERENCE, TEXT)) else {}
-    return made
+                plain |= {name: json.loads(text)} if not any(f'"{key}"' in text for key in (REFERENCE, TEXT)) else {}
+    return plain
 
 
 def _key(workflow: Workflow) -> str:
@@ -179,38 +179,38 @@ class Search:
         """Take one candidate from its making to its admission."""
         step = QueryStep(value=self.best.score if self.best else 0.0)
         try:
-            made = await self._propose(step)
+            draft = await self._propose(step)
         except (AdapterParseError, PlanError) as error:  # the reply is no workflow
             self.stats.unusable_replies += 1
             self._last_reply = f"The last reply could not be read. {error}"[:FEEDBACK_CHARACTERS]
-            made = None
+            draft = None
         except dspy.LMError as error:
             if self.best is None or not self._is_alone:
                 raise
             self.stats.stop_reason = f"the planner's LM failed: {error}"[:FEEDBACK_CHARACTERS]
             return
-        if made is None or _key(made.workflow) in self._seen:
-            if made is not None and made.origin == "LM edit":
+        if draft is None or _key(draft.workflow) in self._seen:
+            if draft is not None and draft.origin == "LM edit":
                 self._last_reply = "The last reply was tried before: write others."
             self._futile += 1
             await anyio.lowlevel.checkpoint()
             return
         self._futile = 0
-        self._seen.add(_key(made.workflow))
+        self._seen.add(_key(draft.workflow))
         self.stats.candidates += 1
-        made = replace(made, number=self.stats.candidates)
-        execution = await self.executor.run(made.workflow)
-        score, goal = evidence(execution, made.planned), None
+        draft = replace(draft, number=self.stats.candidates)
+        execution = await self.executor.run(draft.workflow)
+        score, goal = evidence(execution, draft.planned), None
         if self._program.checks and not execution.waits:
             goal = await self._goal(execution)
             score = (score + goal) / 2
-        candidate = replace(made, execution=execution, score=score, goal=goal)
+        candidate = replace(draft, execution=execution, score=score, goal=goal)
         self.stats.origins[candidate.origin] += 1
         if self.best is None or candidate.rank > self.best.rank:
             self.best = candidate
             repair = self._repaired(candidate.workflow, execution.outputs, execution.failures)
             self._repair = None if _key(repair) in self._seen else repair
-            self.executor.keep_calls_for(candidate.workflow)
+            self.executor.reserve_calls_for(candidate.workflow)
         if candidate.score >= 1:  # what the other steps are about cannot be better
             self.stats.stop_reason = "a workflow ran completely"
             self._others.cancel()
@@ -348,7 +348,7 @@ class Evoflux(dspy.Module):
         tools: ``dspy.Tool`` objects, functions with type hints, MCP sessions, or a :class:`~.mcp.DirectoryWorld`.
         planner_lm: plans and edits. Default: the configured LM, which always writes the answer.
         max_seconds: of the search. The final run and the answer come after it.
-        max_tool_calls: for a question, never exceeded; as many are kept as the final run needs.
+        max_tool_calls: for a question, never exceeded; as many are reserved as the final run needs.
         max_tokens: of LMs in a search; no step begins that would exceed it, as earlier ones tell. None: no limit.
         effects: tool -> "read", "idempotent" or "write", or one of them for all tools. Default: a server's annotations,
             else "write". Only tools that read are called in a search, unless a world can be copied.
@@ -385,12 +385,12 @@ class Evoflux(dspy.Module):
         without: Sequence[Mechanism] = (),
     ) -> None:
         super().__init__()
-        self.signature = wanted = cast("type[dspy.Signature]", dspy.ensure_signature(signature))
-        taken = sorted({*wanted.input_fields, *wanted.output_fields} & set(OWN_FIELDS))
-        if taken:
+        self.signature = cast("type[dspy.Signature]", dspy.ensure_signature(signature))
+        asked = {name: (field.annotation, field) for name, field in self.signature.input_fields.items()}
+        answered = {name: (field.annotation, field) for name, field in self.signature.output_fields.items()}
+        if taken := sorted({*asked, *answered} & set(OWN_FIELDS)):
             raise ConfigurationError(f"signature has the fields {taken}, which Evoflux has itself: rename them.")
-        unknown = sorted(set(without) - set(get_args(Mechanism)))
-        if unknown:
+        if unknown := sorted(set(without) - set(get_args(Mechanism))):
             raise ConfigurationError(f"without has {unknown}, expected some of {list(get_args(Mechanism))}.")
         check_limits(max_seconds=max_seconds, tool_timeout_seconds=tool_timeout_seconds)
         check_counts(max_tool_calls=max_tool_calls, max_tokens=max_tokens, max_candidates=max_candidates)
@@ -402,23 +402,27 @@ class Evoflux(dspy.Module):
         self.max_seconds, self.max_tool_calls, self.max_tokens = max_seconds, max_tool_calls, max_tokens
         self.max_candidates, self.width, self.checks, self.without = max_candidates, width, checks, without
         self.requests = Requests(num_threads)
-        asked = {name: (field.annotation, field) for name, field in wanted.input_fields.items()}
-        fields: dict[str, Any] = {name: (field.annotation, field) for name, field in wanted.fields.items()}
-        plain = dspy.make_signature(fields)
-        told = "" if wanted.instructions in ("", plain.instructions) else f"{wanted.instructions}\n\n"
         catalogue = dspy.InputField(desc="as Python functions: what they take and return, and what they do")
-        written: tuple[type, Any] = (str, dspy.OutputField(desc="lines of Python, each a call of a tool"))
         feedback = dspy.InputField(desc="what was tried, and what came of it")
-        plan = asked | {"tools": (str, catalogue), "feedback": (str, feedback), "plan": written}
-        edit = asked | {"tools": (str, catalogue), "workflow": (str, dspy.InputField()), "feedback": (str, feedback)}
-        edit |= {"plan": written}
-        answer = asked | {"evidence": (str, dspy.InputField(desc="node, tool and output of what ran, a line each"))}
-        answer |= {name: (field.annotation, field) for name, field in wanted.output_fields.items()}
-        answer |= {"citations": (list[str], dspy.OutputField(desc="identifiers of the nodes that the answer rests on"))}
-        names = {"inputs": ", ".join(wanted.input_fields), "outputs": ", ".join(wanted.output_fields)}
-        self.plan = dspy.Predict(dspy.make_signature(cast(Any, plan), told + PLAN.format(**names)))
-        self.edit = dspy.Predict(dspy.make_signature(cast(Any, edit), told + EDIT.format(**names)))
-        self.answer = dspy.Predict(dspy.make_signature(cast(Any, answer), told + ANSWER))
+        plan = dspy.OutputField(desc="lines of Python, each a call of a tool")
+        evidence = dspy.InputField(desc="node, tool and output of what ran, a line each")
+        citations = dspy.OutputField(desc="identifiers of the nodes that the answer rests on")
+        tools_field, last = {"tools": (str, catalogue)}, {"feedback": (str, feedback), "plan": (str, plan)}
+        fields: dict[str, dict[str, Any]] = {
+            "plan": asked | tools_field | last,
+            "edit": asked | tools_field | {"workflow": (str, dspy.InputField())} | last,
+            "answer": asked | {"evidence": (str, evidence)} | answered | {"citations": (list[str], citations)},
+        }
+        own = self.signature.instructions
+        is_default = own in ("", dspy.make_signature(cast(Any, asked | answered)).instructions)
+        names = {"inputs": ", ".join(asked), "outputs": ", ".join(answered)}
+
+        def predictor(name: str, text: str) -> dspy.Predict:
+            return dspy.Predict(dspy.make_signature(fields[name], text if is_default else f"{own}\n\n{text}"))
+
+        self.plan = predictor("plan", PLAN.format(**names))
+        self.edit = predictor("edit", EDIT.format(**names))
+        self.answer = predictor("answer", ANSWER)
         if planner_lm is not None:
             self.plan.set_lm(planner_lm)
             self.edit.set_lm(planner_lm)
@@ -496,7 +500,7 @@ class Evoflux(dspy.Module):
             return best.execution
         is_sound = best.execution.is_complete or best.execution.waits
         is_reached = best.goal is None or best.goal >= 1
-        executor.keep_calls_for(best.workflow)
+        executor.reserve_calls_for(best.workflow)
         if is_sound and is_reached and executor.calls_left >= 0 and not best.workflow.check(executor.tools):
             return await executor.run(best.workflow, final=True)
         # What was seen in copies of the state does not hold; the rest is not run again.

@@ -222,7 +222,7 @@ def required_of(schema: Mapping[str, Any]) -> list[str]:
 def properties_of(schema: Schema | None) -> dict[str, Schema]:
     """Return the named fields of an object's schema; empty where it says none. A field may be anything by ``true``."""
     fields = _object(schema or {}, "properties")
-    return {name: cast(Schema, given) if isinstance(given, dict) else {} for name, given in fields.items()}
+    return {name: cast(Schema, field) if isinstance(field, dict) else {} for name, field in fields.items()}
 
 
 def field_schema(schema: Schema, path: Path) -> Schema | str:
@@ -281,13 +281,13 @@ def types_of(schema: Schema) -> set[str]:
     return set[str]().union(*kinds) if all(kinds) else set()
 
 
-def can_fit(given: Schema, wanted: Schema) -> bool:
+def can_fit(source: Schema, target: Schema) -> bool:
     """Whether some value of one schema may be one of the other, by type; True where either says nothing.
 
     >>> can_fit({"type": "integer"}, {"type": "number"}), can_fit({"type": "string"}, {"type": "number"})
     (True, False)
     """
-    offered, accepted, numbers = types_of(given), types_of(wanted), {"integer", "number"}
+    offered, accepted, numbers = types_of(source), types_of(target), {"integer", "number"}
     if not offered or not accepted or offered & accepted:
         return True
     return bool(offered & numbers and accepted & numbers)  # every integer is a number, and some numbers are integers

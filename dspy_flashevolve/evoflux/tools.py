@@ -90,31 +90,33 @@ def as_json(value: Any) -> Any:
 def spec_of(tool: Any, effect: Effect | None = None) -> ToolSpec:
     """Describe a ``dspy.Tool``, or a function with type hints; without an effect it counts as "write", which is
     safe."""
-    made = tool if isinstance(tool, dspy.Tool) else dspy.Tool(tool)
+    described = tool if isinstance(tool, dspy.Tool) else dspy.Tool(tool)
     try:
-        signature = dict(inspect.signature(made.func).parameters)
+        signature = dict(inspect.signature(described.func).parameters)
     except (TypeError, ValueError):  # a builtin may have none
         signature = {}
     many = {name for name, each in signature.items() if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
-    parameters = {name: cast(Schema, given) for name, given in (made.args or {}).items() if name not in many}
+    parameters = {name: cast(Schema, schema) for name, schema in (described.args or {}).items() if name not in many}
 
     def is_required(name: str) -> bool:
         if name in signature:
             return signature[name].default is inspect.Parameter.empty
         # dspy keeps what an MCP server or LangChain requires in the description only.
-        return "(Required)" in (made.arg_desc or {}).get(name, "") or (not many and "default" not in parameters[name])
+        return "(Required)" in (described.arg_desc or {}).get(name, "") or (
+            not many and "default" not in parameters[name]
+        )
 
     schema: Schema = {
         "type": "object",
         "properties": parameters,
         "required": list(filter(is_required, parameters)),
-        "additionalProperties": made.has_kwargs,
+        "additionalProperties": described.has_kwargs,
     }
-    description = " ".join(str(made.desc or "").split())
+    description = " ".join(str(described.desc or "").split())
     # Arguments were checked before: dspy's own check of a server's schema may take for ever.
-    made = made.model_copy(update={"args": {name: {} for name in made.args or {}}})
-    function = made.acall if inspect.iscoroutinefunction(made.func) else made
-    return ToolSpec(str(made.name), description, schema, _returned(made.func), effect or "write", function)
+    described = described.model_copy(update={"args": {name: {} for name in described.args or {}}})
+    function = described.acall if inspect.iscoroutinefunction(described.func) else described
+    return ToolSpec(str(described.name), description, schema, _returned(described.func), effect or "write", function)
 
 
 def _returned(function: Callable[..., Any]) -> Schema | None:
@@ -164,14 +166,14 @@ async def call_mcp(session: Any, name: str, arguments: Mapping[str, Any]) -> Any
     result = await result_of(session, name, arguments)
     if result.structuredContent is not None and not result.isError:
         return result.structuredContent
-    found: list[Any] = []
+    contents: list[Any] = []
     for content in result.content:
         holder = getattr(content, "resource", content)
         text, kind = getattr(holder, "text", None), getattr(holder, "mimeType", None)
-        found.append(text if isinstance(text, str) else {"type": content.type, "mimeType": kind})
+        contents.append(text if isinstance(text, str) else {"type": content.type, "mimeType": kind})
     if result.isError:
-        raise RuntimeError("; ".join(map(str, found))[:2000] or "the server reported an error without a text")
-    return found[0] if len(found) == 1 else found
+        raise RuntimeError("; ".join(map(str, contents))[:2000] or "the server reported an error without a text")
+    return contents[0] if len(contents) == 1 else contents
 
 
 async def result_of(session: Any, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -186,7 +188,7 @@ async def result_of(session: Any, name: str, arguments: Mapping[str, Any]) -> An
 
 
 async def catalogue_of(
-    given: Sequence[Any], effects: Mapping[str, Effect] | Effect | None = None
+    tools: Sequence[Any], effects: Mapping[str, Effect] | Effect | None = None
 ) -> dict[str, ToolSpec]:
     """List the tools there are now: of dspy, functions, specifications, and those of MCP sessions.
 
@@ -196,18 +198,17 @@ async def catalogue_of(
     Raises ConfigurationError: two tools of one name, or an effect that does not exist; RuntimeError: a session did not
     list its tools in time.
     """
-    known = get_args(Effect)
     for effect in effects.values() if isinstance(effects, Mapping) else filter(None, [effects]):
-        if effect not in known:
-            raise ConfigurationError(f"effects has {effect!r}, expected one of {known}.")
+        if effect not in get_args(Effect):
+            raise ConfigurationError(f"effects has {effect!r}, expected one of {get_args(Effect)}.")
 
     def effect_of(name: str) -> Effect | None:
         return effects.get(name) if isinstance(effects, Mapping) else effects
 
-    tools: list[ToolSpec] = []
-    for tool in given:
+    specs: list[ToolSpec] = []
+    for tool in tools:
         if isinstance(tool, ToolSpec):
-            tools.append(tool)
+            specs.append(tool)
         elif hasattr(tool, "list_tools"):
             try:
                 with anyio.fail_after(LIST_SECONDS):
@@ -215,17 +216,17 @@ async def catalogue_of(
             except TimeoutError:
                 message = f"{type(tool).__name__} did not list its tools within {LIST_SECONDS:g} seconds."
                 raise RuntimeError(message) from None
-            tools += [spec_of_mcp(tool, each, effect_of(each.name)) for each in listed]
+            specs += [spec_of_mcp(tool, each, effect_of(each.name)) for each in listed]
         else:
-            made = tool if isinstance(tool, dspy.Tool) else dspy.Tool(tool)
-            tools.append(spec_of(made, effect_of(str(made.name))))
-    names = [tool.name for tool in tools]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigurationError(f"tools: {twice} are there more than once; give them other names.")
-    catalogue = {spec.name: spec for spec in tools}
-    for name, spec in list(catalogue.items()):
+            described = tool if isinstance(tool, dspy.Tool) else dspy.Tool(tool)
+            specs.append(spec_of(described, effect_of(str(described.name))))
+    names = [spec.name for spec in specs]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigurationError(f"tools: {repeated} are there more than once; give them other names.")
+    catalogue: dict[str, ToolSpec] = {}
+    for spec in specs:
         if fault := fault_of_schema(spec.input_schema) or fault_of_schema(spec.output_schema):
-            logger.warning("The tool %.200r is left out: %s.", name, fault)
-            del catalogue[name]
+            logger.warning("The tool %.200r is left out: %s.", spec.name, fault)
+        else:
+            catalogue[spec.name] = spec
     return catalogue

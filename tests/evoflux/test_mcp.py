@@ -88,10 +88,12 @@ def test_a_session_over_http_is_a_tool(tmp_path: Path) -> None:
 
     async def main() -> dspy.Prediction:
         mcp, client = importlib.import_module("mcp"), importlib.import_module("mcp.client.streamable_http")
-        async with client.streamablehttp_client(f"http://127.0.0.1:{port}/mcp") as (reads, writes, _):
-            async with mcp.ClientSession(reads, writes) as session:
-                await session.initialize()
-                return await answered(session, ScriptedPlanner(["write_note('new', 'hello')\nnotes = list_notes()"]))
+        async with (
+            client.streamablehttp_client(f"http://127.0.0.1:{port}/mcp") as (reads, writes, _),
+            mcp.ClientSession(reads, writes) as session,
+        ):
+            await session.initialize()
+            return await answered(session, ScriptedPlanner(["write_note('new', 'hello')\nnotes = list_notes()"]))
 
     process = subprocess.Popen(
         [sys.executable, SERVER, str(tmp_path), str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
