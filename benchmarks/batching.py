@@ -185,7 +185,6 @@ class ContinuousBatching:
         self._queued_prompt_tokens = 0
         self._prefill_left_seconds = 0.0
         self._pool = DecodingPool(profile)
-        self._undecoded_prompt_tokens = 0
         self._running_seconds = 0.0
         self._events: list[Event] = []
 
@@ -222,8 +221,6 @@ class ContinuousBatching:
             return
         if sequence.state == "decoding":
             self._pool.leave(number)
-        else:
-            self._undecoded_prompt_tokens -= sequence.prompt_tokens
         if sequence.state == "prefilling":
             self._leave_prefills(sequence)
         self._fill_places()
@@ -247,7 +244,6 @@ class ContinuousBatching:
             waiting=len(self._waiting),
             generated_tokens=self._pool.written_tokens,
             running_seconds=self._running_seconds,
-            kv_tokens=self._undecoded_prompt_tokens + self._pool.cached_tokens,
         )
 
     @property
@@ -299,7 +295,6 @@ class ContinuousBatching:
             number, _ = self._waiting.popitem(last=False)
             sequence = self._sequences[number]
             sequence.state = "starting"
-            self._undecoded_prompt_tokens += sequence.prompt_tokens
             delay = self._profile.time_to_first_token_seconds
             if not self._profile.prefill_is_shared:
                 delay += sequence.prompt_tokens / self._profile.prefill_tokens_per_second
@@ -335,7 +330,6 @@ class ContinuousBatching:
 
     def _join_decoding(self, sequence: _Sequence) -> None:
         sequence.state = "decoding"
-        self._undecoded_prompt_tokens -= sequence.prompt_tokens
         self._pool.join(sequence.number, sequence.prompt_tokens, sequence.output_tokens)
         self._events.append(Event("first_token", sequence.number, self._now))
 

@@ -1,7 +1,7 @@
 """Evoflux beside simpler ways to use tools: `python -m benchmarks.evoflux`.
 
 By default the planner is scripted, no language model: it knows each task's workflow and makes errors at known rates
-(wrong tool, missing parameter, wrong reference, wrong order, wrong value). Told of errors, it mends each faulty node
+(wrong tool, missing parameter, wrong reference, wrong value). Told of errors, it mends each faulty node
 with a known rate; ``--planner weak`` makes twice as many, and mends few. So the figures say what the search does with
 such a planner, and nothing of any model.
 ``--planner-model openai/NAME --planner-base URL`` asks a real model instead, eight tasks at a time, in real time.
@@ -41,7 +41,7 @@ from benchmarks.tool_tasks.servers import ServerTask, server_tasks
 from benchmarks.tool_tasks.tasks import ToolTask, tasks
 from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.evoflux import Evoflux, ToolSpec, Workflow
-from dspy_flashevolve.evoflux.plans import as_python, read_plan
+from dspy_flashevolve.evoflux.plans import read_plan
 from dspy_flashevolve.evoflux.schemas import properties_of
 from dspy_flashevolve.evoflux.tools import as_json
 from dspy_flashevolve.sim.virtual import run
@@ -64,8 +64,8 @@ class Skill:
 
 
 SKILLS = {
-    "scripted": Skill({"tool": 0.25, "missing": 0.2, "reference": 0.25, "order": 0.15, "value": 0.2}, mends=0.6),
-    "weak": Skill({"tool": 0.5, "missing": 0.4, "reference": 0.5, "order": 0.3, "value": 0.4}, mends=0.15),
+    "scripted": Skill({"tool": 0.25, "missing": 0.2, "reference": 0.25, "value": 0.2}, mends=0.6),
+    "weak": Skill({"tool": 0.5, "missing": 0.4, "reference": 0.5, "value": 0.4}, mends=0.15),
 }
 """Scripted planners. The weak one has twice the errors, so that one plan in a hundred runs, which is nearer to the 3 %
 that the paper reports of small models."""
@@ -128,9 +128,9 @@ class ScriptedPlanner:
         if "[[ ## next_tool_name ## ]]" in prompt:
             return self._react(prompt)
         if "[[ ## workflow ## ]]" in prompt:
-            return _format(plan=as_python(Workflow.from_json(self._edit(prompt))))
+            return _format(plan=str(Workflow.from_json(self._edit(prompt))))
         if "[[ ## plan ## ]]" in prompt:
-            return _format(plan=as_python(Workflow.from_json([self._flawed(node) for node in self.task.nodes])))
+            return _format(plan=str(Workflow.from_json([self._flawed(node) for node in self.task.nodes])))
         return _format(reasoning="-", answer="done", citations="[]")
 
     def _edit(self, prompt: str) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ class ScriptedPlanner:
         ids = {name for pair in named for name in pair if name}
         shown = prompt.rsplit("[[ ## workflow ## ]]\n", 1)[-1].split("\n\n[[ ## ")[0]
         written = {
-            node["id"]: node if self._rng.random() < self._skill.mends else self._flawed(node)
+            node["id"]: call_of(node) if self._rng.random() < self._skill.mends else self._flawed(node)
             for node in self.task.nodes
             if node["id"] in ids or not ids
         }
@@ -147,7 +147,7 @@ class ScriptedPlanner:
         return [*nodes, *written.values()]
 
     def _flawed(self, node: dict[str, Any]) -> dict[str, Any]:
-        made = json.loads(json.dumps(node))
+        made = call_of(node)
         rng, parameters, rates = self._rng, made["parameters"], self._skill.errors
         references = [name for name, value in parameters.items() if isinstance(value, dict)]
         if rng.random() < rates["tool"]:
@@ -160,8 +160,8 @@ class ScriptedPlanner:
                 parameters[name] = {
                     "$ref": rng.choice([f"{source}.result", f"{source}.{field}.value", f"step.{field}"])
                 }
-        if made.get("after") and rng.random() < rates["order"]:
-            made["after"] = []
+        if node.get("after"):
+            rng.random()  # once drew an error of order, which lines of Python cannot have; later draws stay the same
         literal = [name for name, value in parameters.items() if isinstance(value, int)]
         for name in literal:
             if rng.random() < rates["value"]:
@@ -200,6 +200,11 @@ class ScriptedPlanner:
             arguments[name] = value
         tool = made["tool"] if made["tool"] == node["tool"] else self.task.nodes[0]["tool"]
         return _format(next_thought="-", next_tool_name=tool, next_tool_args=json.dumps(arguments))
+
+
+def call_of(node: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a task's node without what a plan cannot say."""
+    return {name: json.loads(json.dumps(node[name])) for name in ("id", "tool", "parameters")}
 
 
 class ModelPlanner:

@@ -178,8 +178,8 @@ class Executor:
     world: World | None = None
     timeout_seconds: float = 30.0
     stats: EvofluxStats = field(default_factory=EvofluxStats)
-    kept_calls: int = 0
-    """Calls that are kept for the final run."""
+    reserved_calls: int = 0
+    """Calls that are reserved for the final run."""
     _memo: dict[str, Any] = field(default_factory=dict[str, Any])
     _locks: dict[str, anyio.Lock] = field(default_factory=dict[str, anyio.Lock])
     _worlds: dict[str, World] = field(default_factory=dict[str, "World"])
@@ -188,7 +188,7 @@ class Executor:
     @property
     def calls_left(self) -> float:
         """Tool calls that may still be made now."""
-        return self.max_calls - self.kept_calls - self.stats.tool_calls
+        return self.max_calls - self.reserved_calls - self.stats.tool_calls
 
     def writes(self, node: Node) -> bool:
         """Whether a node's tool changes the world."""
@@ -197,11 +197,11 @@ class Executor:
 
     def before_writes(self, workflow: Workflow) -> tuple[Node, ...]:
         """The nodes that come before the first one that writes: what they see in a search is the real state."""
-        return tuple(itertools.takewhile(lambda node: not self.writes(node), workflow.ordered()))
+        return tuple(itertools.takewhile(lambda node: not self.writes(node), workflow.nodes))
 
-    def keep_calls_for(self, workflow: Workflow) -> None:
-        """Keep as many calls as the final run of a workflow needs: from its first writing node on."""
-        self.kept_calls = len(workflow.ordered()) - len(self.before_writes(workflow))
+    def reserve_calls_for(self, workflow: Workflow) -> None:
+        """Reserve as many calls as the final run of a workflow needs: from its first writing node on."""
+        self.reserved_calls = len(workflow.nodes) - len(self.before_writes(workflow))
 
     async def run(self, workflow: Workflow, final: bool = False) -> Execution:
         """Run a workflow; what goes wrong is an error of its node.
@@ -210,28 +210,27 @@ class Executor:
         is ``final``, at most once for a question, writing tools run on the real state.
         """
         if final:
-            self.kept_calls = 0
+            self.reserved_calls = 0
         runs: dict[str, NodeRun] = {}
         effects, halted_by, failed = "", None, None
-        pending = list(workflow.ordered())
+        pending = list(workflow.nodes)
         while pending:
             reading = itertools.takewhile(lambda node: not self.writes(node), pending)
-            ready = [node for node in reading if all(need in runs for need in node.needs)] or pending[:1]
+            waiting = {node.id for node in pending}
+            ready = [node for node in reading if not waiting & node.needs] or pending[:1]
             halts = [halted_by or (failed if self.writes(node) else None) for node in ready]
-            made = await gather([
+            results = await gather([
                 partial(self._run_node, node, runs, effects, halt, final)
                 for node, halt in zip(ready, halts, strict=True)
             ])  # fmt: skip
-            runs |= {run.node: run for run, _ in made}
+            runs |= {run.node: run for run, _ in results}
             if final:  # nothing more is written once something is not as the search saw it
-                failed = failed or next((run for run, _ in made if run.status == "failed"), None)
-            run, effects = made[-1]
+                failed = failed or next((run for run, _ in results if run.status == "failed"), None)
+            run, effects = results[-1]
             if halted_by is None and self.writes(ready[-1]) and run.status != "ran":
                 halted_by = run
             pending = [node for node in pending if node not in ready]
-        left_out = [node for node in workflow.nodes if node.id not in runs]
-        in_cycle = [NodeRun(node.id, node.tool, "skipped", error="it is part of a cycle") for node in left_out]
-        return Execution((*runs.values(), *in_cycle))
+        return Execution(tuple(runs.values()))
 
     async def close(self) -> None:
         """Close the copies of the world and the threads, but for one whose call hangs."""
@@ -247,7 +246,7 @@ class Executor:
             if halted_by is not None:  # nobody knows the state that it would find
                 status: Status = "waiting" if halted_by.status == "waiting" else "skipped"
                 raise _NotRunError(f"it comes after {halted_by.node!r}, which did not run", status=status)
-            missing = [need for need in node.needs if need not in runs or runs[need].status != "ran"]
+            missing = sorted(need for need in node.needs if need not in runs or runs[need].status != "ran")
             if missing:
                 raise _NotRunError(f"it needs {missing}, which did not run", status="skipped")
             (output, text), effects = await self._output(node, runs, effects, final)
@@ -310,9 +309,9 @@ class Executor:
 
         async def in_time() -> Any:
             with anyio.move_on_after(self.timeout_seconds):
-                given = await call()
-                output = as_json(given)
-                return output, given if isinstance(given, str) and output != given else None
+                returned = await call()
+                output = as_json(returned)
+                return output, returned if isinstance(returned, str) and output != returned else None
             raise _NotRunError(f"no answer within {self.timeout_seconds:g} seconds", "timeout")
 
         output: Any = None
@@ -367,9 +366,9 @@ def _named(reference: Reference, runs: Mapping[str, NodeRun], schema: Schema, pa
     """Return the field that a reference names; of a whole output its text, where a text is wanted."""
     run = runs[reference.node]
     if run.text is not None and not reference.path:
-        wanted = {"type": "string"} if TEXT in path else field_schema(schema, path)
+        accepted = {"type": "string"} if TEXT in path else field_schema(schema, path)
         with suppress(TooMuchWorkError):
-            if isinstance(wanted, dict) and "string" in types_of(wanted) and faults_of(run.output, wanted):
+            if isinstance(accepted, dict) and "string" in types_of(accepted) and faults_of(run.output, accepted):
                 return run.text
     value: Any = run.output
     for position, part in enumerate(reference.path):

@@ -36,11 +36,11 @@ from dspy_flashevolve.engine.errors import ConfigurationError, check_counts, che
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot, in_slot
-from dspy_flashevolve.evoflux.execution import EvofluxStats, Execution, Executor, World
-from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan
-from dspy_flashevolve.evoflux.repair import Repairer
+from dspy_flashevolve.evoflux.execution import EvofluxStats, Execution, Executor, NodeRun, World
+from dspy_flashevolve.evoflux.plans import PlanError, python_names, read_plan, stub_of
+from dspy_flashevolve.evoflux.repair import repaired
 from dspy_flashevolve.evoflux.schemas import TooMuchWorkError, limited_work
-from dspy_flashevolve.evoflux.tools import Effect, catalogue_of, python_names, stub_of
+from dspy_flashevolve.evoflux.tools import Effect, catalogue_of
 from dspy_flashevolve.evoflux.workflow import REFERENCE, TEXT, Workflow
 from dspy_flashevolve.programs.usage import counting_usage, tokens_of
 
@@ -91,24 +91,26 @@ class Candidate:
 
 
 def evidence(execution: Execution, planned: int) -> float:
-    """Score what ran: the share of nodes with a valid output; half for one whose output is against its schema.
-
-    A writing node that waits for the final run counts as one that ran: nothing is known against it.
-    """
-    worth = {"ran": 1.0, "waiting": 1.0}
-    points = sum(worth.get(run.status, 0.5 if run.fault == "output" else 0.0) for run in execution.runs)
+    """Score what ran: the share of nodes with a valid output, or that wait for the final run, with nothing known
+    against them."""
+    points = sum(run.status in ("ran", "waiting") for run in execution.runs)
     return points / max(planned, len(execution.runs), 1)
 
 
 def _plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs that may be a parameter's value, of JSON's types, without what would be read as a reference."""
-    made: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for name, value in inputs.items():
         if isinstance(value, str | int | float | list | dict):
             with suppress(ValueError, TypeError, RecursionError):
                 text = json.dumps(to_jsonable_python(value), allow_nan=False)
-                made |= {name: json.loads(text)} if not any(f'"{key}"' in text for key in (REFERENCE, TEXT)) else {}
-    return made
+                plain |= {name: json.loads(text)} if not any(f'"{key}"' in text for key in (REFERENCE, TEXT)) else {}
+    return plain
+
+
+def _key(workflow: Workflow) -> str:
+    """Return equal texts for workflows that make the same calls, whatever the order of their parameters."""
+    return json.dumps(workflow.as_json(), sort_keys=True)
 
 
 class Search:
@@ -132,7 +134,7 @@ class Search:
         self._names = python_names(executor.tools)
         shown = [stub_of(spec, self._names[name]) for name, spec in executor.tools.items()]
         self._asked = {**inputs, "tools": "\n".join(shown)}
-        self._repairer, self._is_alone = Repairer(executor.tools, _plain(inputs)), is_alone
+        self._inputs, self._is_alone = _plain(inputs), is_alone
         self._last_reply = ""
         self.best: Candidate | None = None
         """The candidate with the most evidence; of equals one that ran completely, and the earliest."""
@@ -177,36 +179,38 @@ class Search:
         """Take one candidate from its making to its admission."""
         step = QueryStep(value=self.best.score if self.best else 0.0)
         try:
-            made = await self._propose(step)
+            draft = await self._propose(step)
         except (AdapterParseError, PlanError) as error:  # the reply is no workflow
             self.stats.unusable_replies += 1
             self._last_reply = f"The last reply could not be read. {error}"[:FEEDBACK_CHARACTERS]
-            made = None
+            draft = None
         except dspy.LMError as error:
             if self.best is None or not self._is_alone:
                 raise
             self.stats.stop_reason = f"the planner's LM failed: {error}"[:FEEDBACK_CHARACTERS]
             return
-        if made is None or str(made.workflow) in self._seen:
-            if made is not None and made.origin == "LM edit":
+        if draft is None or _key(draft.workflow) in self._seen:
+            if draft is not None and draft.origin == "LM edit":
                 self._last_reply = "The last reply was tried before: write others."
             self._futile += 1
             await anyio.lowlevel.checkpoint()
             return
         self._futile = 0
-        self._seen.add(str(made.workflow))
+        self._seen.add(_key(draft.workflow))
         self.stats.candidates += 1
-        made = replace(made, number=self.stats.candidates)
-        execution = await self.executor.run(made.workflow)
-        score, goal = evidence(execution, made.planned), None
+        draft = replace(draft, number=self.stats.candidates)
+        execution = await self.executor.run(draft.workflow)
+        score, goal = evidence(execution, draft.planned), None
         if self._program.checks and not execution.waits:
             goal = await self._goal(execution)
             score = (score + goal) / 2
-        candidate = replace(made, execution=execution, score=score, goal=goal)
+        candidate = replace(draft, execution=execution, score=score, goal=goal)
         self.stats.origins[candidate.origin] += 1
         if self.best is None or candidate.rank > self.best.rank:
-            self.best, self._repair = candidate, self._repaired(candidate)
-            self.executor.keep_calls_for(candidate.workflow)
+            self.best = candidate
+            repair = self._repaired(candidate.workflow, execution.outputs, execution.failures)
+            self._repair = None if _key(repair) in self._seen else repair
+            self.executor.reserve_calls_for(candidate.workflow)
         if candidate.score >= 1:  # what the other steps are about cannot be better
             self.stats.stop_reason = "a workflow ran completely"
             self._others.cancel()
@@ -222,18 +226,18 @@ class Search:
         best = self.best
         if best is None:
             feedback = self._last_reply or "none yet"
-            return self._written("plan", await self._reply("plan", step, self._program.plan, feedback=feedback))
+            plan = await self._reply("plan", step, self._program.plan, feedback=feedback)
+            return Candidate(self._repaired(plan, {}), "plan", len(plan.nodes))
         if self._repair is not None:
-            repaired, self._repair = self._repair, None
-            return Candidate(repaired, "repair", best.planned)
+            repair, self._repair = self._repair, None
+            return Candidate(repair, "repair", best.planned)
         if "LM edits" in self._program.without:
             return None
         feedback = f"{self._feedback_on(best)}\n{self._last_reply}".rstrip()
-        edited = await self._reply(
-            "repair", step, self._program.edit, workflow=as_python(best.workflow, self._names), feedback=feedback
-        )
-        made = self._written("LM edit", edited, best.execution.outputs)
-        return replace(made, planned=max(best.planned, made.planned))
+        shown = best.workflow.as_python(self._names)
+        edit = await self._reply("repair", step, self._program.edit, workflow=shown, feedback=feedback)
+        planned = max(best.planned, len(edit.nodes))
+        return Candidate(self._repaired(edit, best.execution.outputs), "LM edit", planned)
 
     async def _reply(self, stage: str, step: QueryStep, predictor: dspy.Predict, **fields: str) -> Workflow:
         """Ask for a plan, and read it."""
@@ -247,7 +251,7 @@ class Search:
             reply = await self._request(stage, step, partial(predictor.acall, **self._asked, **fields, **config))
         finally:
             self._asking, self._replies = self._asking - 1, self._replies + 1
-        read = read_plan(str(reply.plan or ""), self.executor.tools, self._repairer.inputs)
+        read = read_plan(str(reply.plan or ""), self.executor.tools, self._inputs)
         self._last_reply = ""
         return read
 
@@ -259,21 +263,12 @@ class Search:
         lines += [f"node {run.node!r}: {run.outcome(FEEDBACK_CHARACTERS)}" for run in candidate.execution.runs]
         return "\n".join([*lines, "The goal was not reached."] if candidate.execution.is_complete else lines)
 
-    def _repaired(self, candidate: Candidate) -> Workflow | None:
-        """Repair a candidate by what its run observed; None where that changes nothing, or was tried."""
+    def _repaired(self, workflow: Workflow, outputs: Mapping[str, Any], failures: Sequence[NodeRun] = ()) -> Workflow:
+        """Repair a workflow without an LM, by its schemas and by what was observed."""
         with suppress(TooMuchWorkError), limited_work():
             if "static repair" not in self._program.without:
-                repaired = self._repairer.repaired_run(candidate.workflow, candidate.execution)
-                return None if str(repaired) in self._seen else repaired
-        return None
-
-    def _written(self, origin: Origin, workflow: Workflow, outputs: Mapping[str, Any] | None = None) -> Candidate:
-        """Repair a new workflow by its schemas, before any call."""
-        planned = len(workflow.nodes)
-        with suppress(TooMuchWorkError), limited_work():
-            if "static repair" not in self._program.without:
-                workflow = replace(self._repairer, outputs=outputs or {}).repaired(workflow)
-        return Candidate(workflow, origin, planned)
+                return repaired(workflow, self.executor.tools, outputs, failures)
+        return workflow
 
 
 PLAN = """Write Python that calls the tools which gather what is needed to produce {outputs} from {inputs}: one call a
@@ -353,7 +348,7 @@ class Evoflux(dspy.Module):
         tools: ``dspy.Tool`` objects, functions with type hints, MCP sessions, or a :class:`~.mcp.DirectoryWorld`.
         planner_lm: plans and edits. Default: the configured LM, which always writes the answer.
         max_seconds: of the search. The final run and the answer come after it.
-        max_tool_calls: for a question, never exceeded; as many are kept as the final run needs.
+        max_tool_calls: for a question, never exceeded; as many are reserved as the final run needs.
         max_tokens: of LMs in a search; no step begins that would exceed it, as earlier ones tell. None: no limit.
         effects: tool -> "read", "idempotent" or "write", or one of them for all tools. Default: a server's annotations,
             else "write". Only tools that read are called in a search, unless a world can be copied.
@@ -390,12 +385,12 @@ class Evoflux(dspy.Module):
         without: Sequence[Mechanism] = (),
     ) -> None:
         super().__init__()
-        self.signature = wanted = cast("type[dspy.Signature]", dspy.ensure_signature(signature))
-        taken = sorted({*wanted.input_fields, *wanted.output_fields} & set(OWN_FIELDS))
-        if taken:
+        self.signature = cast("type[dspy.Signature]", dspy.ensure_signature(signature))
+        asked = {name: (field.annotation, field) for name, field in self.signature.input_fields.items()}
+        answered = {name: (field.annotation, field) for name, field in self.signature.output_fields.items()}
+        if taken := sorted({*asked, *answered} & set(OWN_FIELDS)):
             raise ConfigurationError(f"signature has the fields {taken}, which Evoflux has itself: rename them.")
-        unknown = sorted(set(without) - set(get_args(Mechanism)))
-        if unknown:
+        if unknown := sorted(set(without) - set(get_args(Mechanism))):
             raise ConfigurationError(f"without has {unknown}, expected some of {list(get_args(Mechanism))}.")
         check_limits(max_seconds=max_seconds, tool_timeout_seconds=tool_timeout_seconds)
         check_counts(max_tool_calls=max_tool_calls, max_tokens=max_tokens, max_candidates=max_candidates)
@@ -407,23 +402,27 @@ class Evoflux(dspy.Module):
         self.max_seconds, self.max_tool_calls, self.max_tokens = max_seconds, max_tool_calls, max_tokens
         self.max_candidates, self.width, self.checks, self.without = max_candidates, width, checks, without
         self.requests = Requests(num_threads)
-        asked = {name: (field.annotation, field) for name, field in wanted.input_fields.items()}
-        fields: dict[str, Any] = {name: (field.annotation, field) for name, field in wanted.fields.items()}
-        plain = dspy.make_signature(fields)
-        told = "" if wanted.instructions in ("", plain.instructions) else f"{wanted.instructions}\n\n"
         catalogue = dspy.InputField(desc="as Python functions: what they take and return, and what they do")
-        written: tuple[type, Any] = (str, dspy.OutputField(desc="lines of Python, each a call of a tool"))
         feedback = dspy.InputField(desc="what was tried, and what came of it")
-        plan = asked | {"tools": (str, catalogue), "feedback": (str, feedback), "plan": written}
-        edit = asked | {"tools": (str, catalogue), "workflow": (str, dspy.InputField()), "feedback": (str, feedback)}
-        edit |= {"plan": written}
-        answer = asked | {"evidence": (str, dspy.InputField(desc="node, tool and output of what ran, a line each"))}
-        answer |= {name: (field.annotation, field) for name, field in wanted.output_fields.items()}
-        answer |= {"citations": (list[str], dspy.OutputField(desc="identifiers of the nodes that the answer rests on"))}
-        names = {"inputs": ", ".join(wanted.input_fields), "outputs": ", ".join(wanted.output_fields)}
-        self.plan = dspy.Predict(dspy.make_signature(cast(Any, plan), told + PLAN.format(**names)))
-        self.edit = dspy.Predict(dspy.make_signature(cast(Any, edit), told + EDIT.format(**names)))
-        self.answer = dspy.Predict(dspy.make_signature(cast(Any, answer), told + ANSWER))
+        plan = dspy.OutputField(desc="lines of Python, each a call of a tool")
+        evidence = dspy.InputField(desc="node, tool and output of what ran, a line each")
+        citations = dspy.OutputField(desc="identifiers of the nodes that the answer rests on")
+        tools_field, last = {"tools": (str, catalogue)}, {"feedback": (str, feedback), "plan": (str, plan)}
+        fields: dict[str, dict[str, Any]] = {
+            "plan": asked | tools_field | last,
+            "edit": asked | tools_field | {"workflow": (str, dspy.InputField())} | last,
+            "answer": asked | {"evidence": (str, evidence)} | answered | {"citations": (list[str], citations)},
+        }
+        own = self.signature.instructions
+        is_default = own in ("", dspy.make_signature(cast(Any, asked | answered)).instructions)
+        names = {"inputs": ", ".join(asked), "outputs": ", ".join(answered)}
+
+        def predictor(name: str, text: str) -> dspy.Predict:
+            return dspy.Predict(dspy.make_signature(fields[name], text if is_default else f"{own}\n\n{text}"))
+
+        self.plan = predictor("plan", PLAN.format(**names))
+        self.edit = predictor("edit", EDIT.format(**names))
+        self.answer = predictor("answer", ANSWER)
         if planner_lm is not None:
             self.plan.set_lm(planner_lm)
             self.edit.set_lm(planner_lm)
@@ -501,7 +500,7 @@ class Evoflux(dspy.Module):
             return best.execution
         is_sound = best.execution.is_complete or best.execution.waits
         is_reached = best.goal is None or best.goal >= 1
-        executor.keep_calls_for(best.workflow)
+        executor.reserve_calls_for(best.workflow)
         if is_sound and is_reached and executor.calls_left >= 0 and not best.workflow.check(executor.tools):
             return await executor.run(best.workflow, final=True)
         # What was seen in copies of the state does not hold; the rest is not run again.

@@ -13,7 +13,6 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from operator import ge, gt, le, lt
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -38,12 +37,6 @@ _KINDS: dict[str, Any] = {
     "string": str, "number": int | float, "integer": int | float, "boolean": bool, "null": type(None), "array": list,
     "object": dict,
 }  # fmt: skip
-_LIMITS: dict[str, tuple[str, Any]] = {
-    "minLength": ("string", lt), "maxLength": ("string", gt), "minItems": ("array", lt), "maxItems": ("array", gt),
-    "minimum": ("number", lt), "maximum": ("number", gt), "exclusiveMinimum": ("number", le),
-    "exclusiveMaximum": ("number", ge),
-}  # fmt: skip
-"""Keyword -> the type that it limits by number or length, and when a value is past the limit."""
 _MESSAGES = {
     "type": "{value} is not of type {expected}", "enum": "{value} is not one of {expected}",
     "const": "{expected} was expected", "pattern": "{value} does not match {expected}",
@@ -156,12 +149,6 @@ def _faults(value: Any, schema: Any, root: Schema, path: Path, work: _Work) -> _
     for keyword in ("anyOf", "oneOf"):
         if (parts := parts_of(schema, keyword)) and all(next(inside(part), None) is not None for part in parts):
             yield path, "anyOf", value, parts
-    for keyword, limit in keywords:
-        kind, is_past = _LIMITS.get(keyword, ("", None))
-        if is_past is None or not (_is(value, kind) and _is(limit, "number")):
-            continue
-        if is_past(value if kind == "number" else len(value), limit):
-            yield path, keyword, value, limit
     if isinstance(pattern, str) and isinstance(value, str) and _matches(pattern, value, work) is False:
         yield path, "pattern", value, pattern
     if isinstance(value, list):
@@ -235,7 +222,7 @@ def required_of(schema: Mapping[str, Any]) -> list[str]:
 def properties_of(schema: Schema | None) -> dict[str, Schema]:
     """Return the named fields of an object's schema; empty where it says none. A field may be anything by ``true``."""
     fields = _object(schema or {}, "properties")
-    return {name: cast(Schema, given) if isinstance(given, dict) else {} for name, given in fields.items()}
+    return {name: cast(Schema, field) if isinstance(field, dict) else {} for name, field in fields.items()}
 
 
 def field_schema(schema: Schema, path: Path) -> Schema | str:
@@ -294,13 +281,13 @@ def types_of(schema: Schema) -> set[str]:
     return set[str]().union(*kinds) if all(kinds) else set()
 
 
-def can_fit(given: Schema, wanted: Schema) -> bool:
+def can_fit(source: Schema, target: Schema) -> bool:
     """Whether some value of one schema may be one of the other, by type; True where either says nothing.
 
     >>> can_fit({"type": "integer"}, {"type": "number"}), can_fit({"type": "string"}, {"type": "number"})
     (True, False)
     """
-    offered, accepted, numbers = types_of(given), types_of(wanted), {"integer", "number"}
+    offered, accepted, numbers = types_of(source), types_of(target), {"integer", "number"}
     if not offered or not accepted or offered & accepted:
         return True
     return bool(offered & numbers and accepted & numbers)  # every integer is a number, and some numbers are integers

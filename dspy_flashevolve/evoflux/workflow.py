@@ -1,14 +1,12 @@
-"""A workflow: a graph of tool calls in which parameters may refer to fields of earlier outputs, and its static check.
+"""A workflow: calls of tools, in which parameters may refer to fields of earlier outputs, and its static check.
 
-In JSON a workflow is ``{"nodes": [{"id": "n1", "tool": "search", "parameters": {"query": "tea"}}, ...]}``. A parameter,
-at any depth, may be a reference to a field whose name has no dot: ``{"$ref": "n1.rows.0.id"}``; and a text that is
-joined once such fields are known: ``{"$text": ["Found ", {"$ref": "n1.rows.0.id"}]}``. ``after`` names nodes that have
-to run before without giving an output.
+A workflow is written as lines of Python, one for each node: ``n2 = order(sku=n1["rows"][0]["sku"])``. In a node's
+parameters, at any depth, ``{"$ref": "n1.rows.0.sku"}`` is a reference to a field whose name has no dot, and
+``{"$text": ["Found ", {"$ref": "n1.rows.0.sku"}]}`` a text that is joined once such fields are known.
 """
 
 from __future__ import annotations
 
-import json
 import keyword
 import re
 from collections.abc import Iterator, Mapping
@@ -16,25 +14,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.evoflux.schemas import (
-    Path,
-    Schema,
-    TooMuchWorkError,
-    can_fit,
-    faults_of,
-    field_schema,
-    limited_work,
-)
+from dspy_flashevolve.evoflux.schemas import Path, TooMuchWorkError, can_fit, faults_of, field_schema, limited_work
 from dspy_flashevolve.evoflux.tools import ToolSpec
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 REFERENCE = "$ref"
 TEXT = "$text"
-PARAMETERS = {"parameters", "arguments", "args", "params", "input", "kwargs"}
-"""Names under which models write a node's parameters in JSON."""
+
+
+def python_name(name: str) -> str:
+    """Write a name as an ASCII identifier of Python: ``get-time`` as ``get_time``."""
+    identifier = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return f"_{identifier}" if not identifier.isidentifier() else identifier + "_" * keyword.iskeyword(identifier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +51,10 @@ def reference_in(value: Any) -> Reference | None:
     """Read a parameter's value as a reference; None where it is none: it has other fields than ``$ref``."""
     if not isinstance(value, dict) or set(cast("dict[Any, Any]", value)) != {REFERENCE}:
         return None
-    given = cast("dict[str, Any]", value)[REFERENCE]
-    if not isinstance(given, str):
+    text = cast("dict[str, Any]", value)[REFERENCE]
+    if not isinstance(text, str):
         return None
-    node, *path = given.split(".")
+    node, *path = text.split(".")
     return Reference(node, tuple(path))
 
 
@@ -83,36 +76,34 @@ def is_text(value: Any) -> bool:
     return isinstance(value, dict) and set(cast("dict[Any, Any]", value)) == {TEXT} and isinstance(value[TEXT], list)
 
 
-def wanted_at(schema: Schema, path: Path) -> Schema | str:
-    """Return what a tool's schema says of the value at a path, as ``field_schema``; of a text's part, nothing."""
-    return {} if TEXT in path else field_schema(schema, path)
-
-
 class Node(BaseModel):
     """One tool call.
 
     Attributes:
-        id: identifier, unique in its workflow.
+        id: identifier of Python in ASCII, unique in its workflow.
         tool: name of the tool.
         parameters: of JSON's types, with references among them; not to be changed.
-        after: nodes that have to run before it, beside those that it refers to.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
     tool: str
-    parameters: dict[str, Any] = Field(
-        default_factory=dict, validation_alias=AliasChoices(*sorted(PARAMETERS, reverse=True))
-    )
-    after: tuple[str, ...] = ()
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("id")
+    @classmethod
+    def _is_identifier(cls, id: str) -> str:
+        if python_name(id) != id:
+            raise ValueError(f"{id!r} is no identifier, expected letters, digits and underscores")
+        return id
 
     @field_validator("parameters")
     @classmethod
-    def _have_names(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if reference_in(given) is not None:
+    def _have_names(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        if reference_in(parameters) is not None:
             raise ValueError("parameters are a reference, expected a value for each name")
-        return given
+        return parameters
 
     @property
     def references(self) -> list[tuple[Path, Reference]]:
@@ -120,13 +111,9 @@ class Node(BaseModel):
         return list(references_in(self.parameters))
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """The nodes that have to run before it."""
-        return tuple(dict.fromkeys([*(reference.node for _, reference in self.references), *self.after]))
-
-    def changed(self, **fields: Any) -> Node:
-        """Return a copy with other values of some fields."""
-        return self.model_copy(update=fields)
+    def needs(self) -> set[str]:
+        """The nodes whose outputs it refers to."""
+        return {reference.node for _, reference in self.references}
 
 
 _NODES = TypeAdapter(tuple[Node, ...])
@@ -134,19 +121,19 @@ _NODES = TypeAdapter(tuple[Node, ...])
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """What the static check has against a workflow.
+    """One thing that the static check has against a workflow.
 
     Args:
         node: identifier of the node; empty where it is about the whole workflow.
-        path: of the parameter; ("id",), ("tool",) or ("after",) where ``kind`` says that it is none.
+        path: of the parameter; ("nodes",) or ("tool",) where ``kind`` says that it is none.
         message: what is wrong, and what was expected.
-        kind: "shape" and "tool" of the node, "parameter" and "reference" of a parameter, "order" and "cycle".
+        kind: "shape" of the workflow, "tool" of the node, "parameter" and "reference" of a parameter.
     """
 
     node: str
     path: Path
     message: str
-    kind: Literal["shape", "tool", "parameter", "reference", "order", "cycle"]
+    kind: Literal["shape", "tool", "parameter", "reference"]
 
     def __str__(self) -> str:
         return f"node {self.node!r}, field {field_name(self.path)!r}: {self.message}"
@@ -154,49 +141,49 @@ class Complaint:
 
 @dataclass(frozen=True, slots=True)
 class Workflow:
-    """A graph of tool calls; ``nodes`` are in the order in which they run where nothing else orders them."""
+    """Tool calls in the order of their lines; ``str`` writes them as Python.
+
+    Raises:
+        ConfigurationError: two nodes have the same identifier.
+    """
 
     nodes: tuple[Node, ...]
 
+    def __post_init__(self) -> None:
+        ids = [node.id for node in self.nodes]
+        if repeated := sorted({id for id in ids if ids.count(id) > 1}):
+            raise ConfigurationError(f"the workflow has several nodes {repeated}, expected an identifier for each node")
+
     @classmethod
-    def from_json(cls, given: Any) -> Workflow:
-        """Read a workflow from JSON: text, an object with ``nodes``, or a list of nodes.
+    def from_json(cls, data: Any) -> Workflow:
+        """Read a workflow from JSON data: a list of nodes, or an object that has it as ``nodes``.
 
         Raises:
             ConfigurationError: it has not the shape of a workflow; the message names the node and the field.
         """
         try:
-            given = json.loads(given) if isinstance(given, str) else given
-            return cls(_NODES.validate_python(given["nodes"] if isinstance(given, dict) else given))
+            return cls(_NODES.validate_python(data["nodes"] if isinstance(data, dict) else data))
         except (KeyError, ValueError, RecursionError) as error:
-            raise ConfigurationError(f"the workflow is no JSON of a list of nodes: {error!s:.500}") from None
+            raise ConfigurationError(f"the workflow is no list of nodes: {error!s:.500}") from None
 
     def as_json(self) -> dict[str, Any]:
         """Return the workflow as a JSON object; :meth:`from_json` makes an equal workflow of it."""
         return {"nodes": [node.model_dump(mode="json") for node in self.nodes]}
 
-    def __str__(self) -> str:
-        """The workflow as canonical JSON."""
-        return json.dumps(self.as_json(), ensure_ascii=False, sort_keys=True)
-
-    def ordered(self) -> tuple[Node, ...]:
-        """Return the nodes in an order in which each comes after what it needs; those of a cycle are left out."""
-        done: dict[str, Node] = {}
-        waiting = list(self.nodes)
-        while ready := next((node for node in waiting if all(need in done for need in node.needs)), None):
-            waiting.remove(ready)
-            done[ready.id] = ready
-        return tuple(done.values())
-
-    def mermaid(self) -> str:
-        """Draw the graph as a Mermaid flowchart; an edge is named after the field that it gives."""
-        lines = ["flowchart TD"]
-        lines += [f'    {_safe(node.id)}["{_text(node.id)}: {_text(node.tool)}"]' for node in self.nodes]
+    def as_python(self, names: Mapping[str, str] | None = None) -> str:
+        """Write the workflow as lines of Python; ``names`` says how Python calls a tool: tool -> name."""
+        lines: list[str] = []
         for node in self.nodes:
-            for path, reference in node.references:
-                lines.append(f"    {_safe(reference.node)} -->|{_text(field_name(path))}| {_safe(node.id)}")
-            lines += [f"    {_safe(before)} -.-> {_safe(node.id)}" for before in node.after]
+            arguments = [
+                f"{name}={_python(value)}" if python_name(name) == name else f"**{{{name!r}: {_python(value)}}}"
+                for name, value in node.parameters.items()
+            ]
+            tool = (names or {}).get(node.tool) or python_name(node.tool)
+            lines.append(f"{node.id} = {tool}({', '.join(arguments)})")
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.as_python()
 
     def check(self, tools: Mapping[str, ToolSpec]) -> list[Complaint]:
         """List what is wrong with the workflow before any call; nothing is run.
@@ -205,58 +192,47 @@ class Workflow:
         references name fields that earlier nodes may have, of a type that fits.
         """
         with limited_work():
-            complaints = list(_complaints(self, tools))
-        if all(complaint.kind in ("parameter", "tool") for complaint in complaints):
-            ran = {node.id for node in self.ordered()}
-            for node in self.nodes:
-                if node.id not in ran:
-                    message = f"it waits for {list(node.needs)}, which wait for it: a cycle"
-                    complaints.append(Complaint(node.id, ("after",), message, "cycle"))
-        return complaints
+            return list(self._complaints(tools))
 
-
-def _complaints(workflow: Workflow, tools: Mapping[str, ToolSpec]) -> Iterator[Complaint]:
-    """Yield what is wrong with each node by itself, and with its references."""
-    if not workflow.nodes:
-        yield Complaint("", ("nodes",), "the workflow has no node, expected at least one", "shape")
-    by_id = {node.id: node for node in workflow.nodes}
-    for number, node in enumerate(workflow.nodes):
-        if not _NAME.match(node.id) or keyword.iskeyword(node.id):
-            message = f"{node.id!r} is no identifier, expected letters, digits and underscores"
-            yield Complaint(node.id, ("id",), message, "shape")
-        elif any(other.id == node.id for other in workflow.nodes[:number]):
-            yield Complaint(node.id, ("id",), "another node has the same identifier", "shape")
-        for before in node.after:
-            if before not in by_id:
-                yield Complaint(node.id, ("after",), f"there is no node {before!r}, but {list(by_id)}", "order")
-        spec = tools.get(node.tool)
-        if spec is None:
-            yield Complaint(node.id, ("tool",), f"there is no tool {node.tool!r}, but {sorted(tools)}", "tool")
-        else:
-            opaque = [path for path, _ in node.references]
-            with suppress(TooMuchWorkError):
-                for path, message in faults_of(node.parameters, spec.input_schema, opaque):
-                    yield Complaint(node.id, path, message, "parameter")
-            for path, reference in node.references:
-                if message := _reference_fault(reference, wanted_at(spec.input_schema, path), by_id, tools):
-                    yield Complaint(node.id, path, message, "reference")
+    def _complaints(self, tools: Mapping[str, ToolSpec]) -> Iterator[Complaint]:
+        if not self.nodes:
+            yield Complaint("", ("nodes",), "the workflow has no node, expected at least one", "shape")
+        earlier: dict[str, Node] = {}
+        for node in self.nodes:
+            spec = tools.get(node.tool)
+            if spec is None:
+                yield Complaint(node.id, ("tool",), f"there is no tool {node.tool!r}, but {sorted(tools)}", "tool")
+            else:
+                with suppress(TooMuchWorkError):
+                    opaque = [path for path, _ in node.references]
+                    for path, message in faults_of(node.parameters, spec.input_schema, opaque):
+                        yield Complaint(node.id, path, message, "parameter")
+                for path, reference in node.references:
+                    if message := _reference_fault(reference, spec, path, earlier, tools):
+                        yield Complaint(node.id, path, message, "reference")
+            earlier[node.id] = node
 
 
 def _reference_fault(
-    reference: Reference, wanted: Schema | str, by_id: Mapping[str, Node], tools: Mapping[str, ToolSpec]
+    reference: Reference, spec: ToolSpec, path: Path, earlier: Mapping[str, Node], tools: Mapping[str, ToolSpec]
 ) -> str:
-    """Say why a reference cannot give what a parameter wants; empty where it may."""
-    if reference.node not in by_id:
-        return f"there is no node {reference.node!r}, but {list(by_id)}"
-    source = tools.get(by_id[reference.node].tool)
+    """Say why a reference cannot give what a parameter of a tool, at a path, accepts; empty where it may."""
+    if reference.node not in earlier:
+        return f"there is no node {reference.node!r} before it, but {list(earlier)}"
+    source = tools.get(earlier[reference.node].tool)
     if source is None or source.output_schema is None:
         return ""
-    given = field_schema(source.output_schema, reference.path)
-    if isinstance(given, str):
-        return f"the output of {reference.node!r} {given}"
-    if isinstance(wanted, str) or can_fit(given, wanted):
+    offered, accepted = field_schema(source.output_schema, reference.path), parameter_schema(spec, path)
+    if isinstance(offered, str):
+        return f"the output of {reference.node!r} {offered}"
+    if isinstance(accepted, str) or can_fit(offered, accepted):
         return ""
-    return f"{reference.as_json()} is {given.get('type')}, expected {wanted.get('type')}"
+    return f"{reference.as_json()} is {offered.get('type')}, expected {accepted.get('type')}"
+
+
+def parameter_schema(spec: ToolSpec, path: Path) -> dict[str, Any] | str:
+    """Return what a tool's schema says of the value at a path, as ``field_schema``; of a text's part, nothing."""
+    return {} if TEXT in path else field_schema(spec.input_schema, path)
 
 
 def field_name(path: Path) -> str:
@@ -264,9 +240,18 @@ def field_name(path: Path) -> str:
     return ".".join(map(str, path)) or "parameters"
 
 
-def _safe(id: str) -> str:
-    return re.sub(r"\W", "_", id, flags=re.ASCII) or "_"
-
-
-def _text(text: str) -> str:
-    return re.sub(r'["|<>\[\]{}`\n\r]', " ", text)
+def _python(value: Any) -> str:
+    """Write a parameter's value as an expression of Python."""
+    reference = reference_in(value)
+    if reference is not None and python_name(reference.node) == reference.node:
+        parts = (part if re.fullmatch(r"-?\d+", part, re.ASCII) else repr(part) for part in reference.path)
+        return reference.node + "".join(f"[{part}]" for part in parts)
+    if is_text(value):
+        written = [_python(part) for part in value[TEXT]]
+        return " + ".join(written if value[TEXT] and isinstance(value[TEXT][0], str) else ["''", *written])
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        return "{" + ", ".join(f"{name!r}: {_python(inner)}" for name, inner in fields.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_python, cast("list[Any]", value))) + "]"
+    return repr(value)

@@ -50,14 +50,13 @@ class Profile:
 
     Attributes:
         name: What `--profile` says.
-        model: The model's name in `/v1/models` and in the labels of `/metrics`.
+        model: The model's name in `/v1/models`.
         max_running: Requests that are served at a time; further ones wait in order of arrival.
         concurrency_limit: Requests in flight above which a request is refused with status 429; None for no limit.
         retry_after_seconds: What a refusal says in Retry-After.
         time_to_first_token_seconds: Fixed delay from the start of a request to its first prompt token.
         prefill_tokens_per_second: Prompt tokens that are read a second, for each request.
         step_seconds: Time to write one token.
-        kv_cache_tokens: Tokens that the KV cache holds; for the gauge in `/metrics` only.
         task_length: Law of the output lengths of task replies (and of replies to unknown prompts).
         reflection_length: Law of the output lengths of reflection replies.
         max_output_tokens: Where outputs are cut when the request names no limit.
@@ -71,7 +70,6 @@ class Profile:
     time_to_first_token_seconds: float
     prefill_tokens_per_second: float
     step_seconds: float
-    kv_cache_tokens: int
     task_length: LengthLaw = LengthLaw(median_tokens=250, sigma=0.8)
     reflection_length: LengthLaw = LengthLaw(median_tokens=900, sigma=0.5)
     max_output_tokens: int = 8192
@@ -84,14 +82,12 @@ class Profile:
 @dataclass(frozen=True)
 class Load:
     """The requests that run and wait at one moment, with the totals since the beginning: tokens written, pro rata for
-    replies that are not finished, and the integral of `running` over time in model seconds. `kv_tokens` are those of
-    prompts and outputs of the running requests."""
+    replies that are not finished, and the integral of `running` over time in model seconds."""
 
     running: int
     waiting: int
     generated_tokens: float
     running_seconds: float
-    kv_tokens: float
 
 
 @dataclass(eq=False)
@@ -129,13 +125,11 @@ class Batch:
     def load(self) -> Load:
         """State and totals of the batch."""
         self._count_running()
-        under_way = sum(map(self._written, self._running))
         return Load(
             running=len(self._running),
             waiting=len(self._waiting),
-            generated_tokens=self._written_tokens + under_way,
+            generated_tokens=self._written_tokens + sum(map(self._written, self._running)),
             running_seconds=self._running_seconds,
-            kv_tokens=under_way + sum(generation.prompt_tokens for generation in self._running),
         )
 
     def submit(self, prompt_tokens: int, output_tokens: int) -> Generation:
@@ -201,7 +195,6 @@ H100_QWEN3_8B = Profile(
     time_to_first_token_seconds=0.010,
     prefill_tokens_per_second=35_000.0,
     step_seconds=0.0082,
-    kv_cache_tokens=377_024,
 )
 API_GPT_4O_MINI = Profile(
     name="api-gpt-4o-mini",
@@ -212,7 +205,6 @@ API_GPT_4O_MINI = Profile(
     time_to_first_token_seconds=0.45,
     prefill_tokens_per_second=20_000.0,
     step_seconds=1 / 62,
-    kv_cache_tokens=128_000 * 10_000,
 )
 PROFILES: dict[str, Profile] = {profile.name: profile for profile in (H100_QWEN3_8B, API_GPT_4O_MINI)}
 

@@ -1,4 +1,4 @@
-"""The counters of the simulated server: `/stats` (JSON, over a window) and `/metrics` (Prometheus, since the start)."""
+"""The counters of the simulated server, and `/stats`, which shows them over a window."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from dspy_flashevolve.sim.backend import Load, Profile
 from dspy_flashevolve.sim.faults import FaultKind
 from dspy_flashevolve.sim.prompts import PromptKind
 
@@ -99,19 +98,3 @@ class Counters:
     def kind_stats(self) -> dict[str, KindStats]:
         """Return `by_kind` of `/stats`."""
         return {kind: KindStats(*totals) for kind, totals in self.of_kind.items()}
-
-
-def prometheus_text(profile: Profile, load: Load, prompt_tokens: int) -> str:
-    """Return the text of `/metrics`, under vLLM's names; the tokens are those since the server's start."""
-    labels = f'engine="0",model_name="{profile.model}"'
-    usage = min(1.0, load.kv_tokens / profile.kv_cache_tokens)
-    lines: list[str] = []
-    for name, kind, value in (
-        ("num_requests_running", "gauge", load.running),
-        ("num_requests_waiting", "gauge", load.waiting),
-        ("kv_cache_usage_perc", "gauge", usage),
-        ("prompt_tokens_total", "counter", prompt_tokens),
-        ("generation_tokens_total", "counter", int(load.generated_tokens)),
-    ):
-        lines += [f"# TYPE vllm:{name} {kind}", f"vllm:{name}{{{labels}}} {value}"]
-    return "\n".join([*lines, ""])

@@ -19,8 +19,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,14 +86,12 @@ class SimServer:
             "port": port,
         }
         self._process: subprocess.Popen[str] | None = None
-        self._inside = False
         self._port = 0
 
     @property
     def url(self) -> str:
         """The server's root, such as "http://127.0.0.1:8000"; a RuntimeError outside the `with` block."""
-        if not self._inside:
-            raise RuntimeError("the simulated server runs only inside its `with` block")
+        self._running()
         return f"http://127.0.0.1:{self._port}"
 
     @property
@@ -104,10 +101,13 @@ class SimServer:
 
     @property
     def pid(self) -> int:
-        """The process id of the server; a RuntimeError outside the `with` block, and while the server is down."""
+        """The process id of the server; a RuntimeError outside the `with` block."""
+        return self._running().pid
+
+    def _running(self) -> subprocess.Popen[str]:
         if self._process is None:
-            raise RuntimeError("the simulated server runs only inside its `with` block, and not while it is down")
-        return self._process.pid
+            raise RuntimeError("the simulated server runs only inside its `with` block")
+        return self._process
 
     def stats(self) -> ServerStats:
         """Return the server's statistics since the start or the last reset."""
@@ -115,28 +115,9 @@ class SimServer:
             return ServerStats.from_json(json.load(response))
 
     def reset_stats(self) -> None:
-        """Begin a new window of `stats`; `/metrics` goes on counting from the start."""
+        """Begin a new window of `stats`."""
         request = urllib.request.Request(f"{self.url}/stats/reset", method="POST")
         urllib.request.urlopen(request, timeout=_HTTP_SECONDS).close()
-
-    @contextmanager
-    def down(self) -> Generator[ServerStats, None, None]:
-        """End the server for the length of the block, and start it again on the same port, from nothing.
-
-        Requests in flight are cut off and connections are refused meanwhile. One restart at a time.
-
-        Yields:
-            The statistics of the server at its end.
-
-        Raises:
-            RuntimeError: Outside the server's `with` block, and when another process has taken the port.
-        """
-        before = self.stats()
-        self._end()
-        try:
-            yield before
-        finally:
-            self._begin({**self._config, "port": self._port})
 
     def start(self) -> SimServer:
         """Start without a `with` block, as in a notebook: the server runs until this process ends."""
@@ -145,11 +126,6 @@ class SimServer:
 
     def __enter__(self) -> SimServer:
         require_aiohttp()
-        self._begin(self._config)
-        self._inside = True
-        return self
-
-    def _begin(self, config: dict[str, Any]) -> None:
         paths = [str(_PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CHILD],
@@ -160,19 +136,17 @@ class SimServer:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
         try:
-            self._port = self._hand_over(self._process, config)
+            self._port = self._hand_over(self._process)
         except BaseException:
-            self._end()
+            self.__exit__()
             raise
+        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._inside = False
-        self._end()
-
-    def _hand_over(self, process: subprocess.Popen[str], config: dict[str, Any]) -> int:
+    def _hand_over(self, process: subprocess.Popen[str]) -> int:
+        """Give the process its configuration, and return the port that it serves on."""
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(base64.b64encode(pickle.dumps(config)).decode() + "\n")
+        process.stdin.write(base64.b64encode(pickle.dumps(self._config)).decode() + "\n")
         process.stdin.flush()
         line = process.stdout.readline()
         if not line:
@@ -182,7 +156,7 @@ class SimServer:
             raise RuntimeError(f"the simulated server could not start: {answer['error']}")
         return int(answer["port"])
 
-    def _end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         process, self._process = self._process, None
         if process is None:
             return

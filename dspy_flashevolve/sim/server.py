@@ -1,7 +1,7 @@
-"""The simulated LLM server: OpenAI's chat completions over real HTTP, vLLM's metrics, and `/stats`.
+"""The simulated LLM server: OpenAI's chat completions over real HTTP, and `/stats`.
 
     POST /v1/chat/completions   without streams
-    GET  /v1/models  /health  /metrics  /stats
+    GET  /v1/models  /health  /stats
     POST /stats/reset
 
 A request is read (`prompts`), answered at once in memory (`replies`), and sent when the backend (`backend`) says that
@@ -23,7 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from dspy_flashevolve.sim.backend import H100_QWEN3_8B, Load, Profile
-from dspy_flashevolve.sim.counters import Counters, ServerStats, prometheus_text
+from dspy_flashevolve.sim.counters import Counters, ServerStats
 from dspy_flashevolve.sim.faults import BODY_KINDS, Fault, Faults, error_of, malformed
 from dspy_flashevolve.sim.prompts import BadRequest, ChatRequest, parse_chat_request
 from dspy_flashevolve.sim.replies import Repeats, Reply, ReplyModel, reply_to
@@ -46,7 +46,7 @@ class ServerConfig:
         reply_model: How well the simulated model obeys and reflects.
         faults: What goes wrong on purpose, and how often; None for nothing.
         quota: Makes a counter of requests and tokens a minute, such as `benchmarks.quota.QuotaCounter`; None for any
-            number. A server with a quota has no `/metrics`.
+            number.
         host: Address to bind; the loopback by default, since the server has no authentication.
         port: Port to bind; 0 for any free one.
 
@@ -84,8 +84,6 @@ async def serve(config: ServerConfig, on_ready: Callable[[int], None], stop: asy
             web.post("/stats/reset", handlers.reset_stats),
         ]
     )
-    if config.quota is None:  # providers with quotas do not show the load of their servers
-        app.add_routes([web.get("/metrics", handlers.metrics)])
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
@@ -112,7 +110,7 @@ class _Handlers:
         self._profile = config.profile
         self._batch = config.profile.batch(config.time_scale)
         self._quota = None if config.quota is None else config.quota()
-        self._received = self._prompt_tokens = 0
+        self._received = 0
         self._repeats = Repeats()
         self._window = _Window(self._batch.now(), self._batch.load())
 
@@ -138,7 +136,6 @@ class _Handlers:
         generation = self._batch.submit(chat.prompt_tokens, reply.completion_tokens)
         try:
             await generation.finished
-            self._prompt_tokens += chat.prompt_tokens
             self._window.counters.finish(chat.kind, chat.prompt_tokens, reply.completion_tokens)
             if fault is not None:
                 return await self._damaged(request, fault, chat, reply)
@@ -204,9 +201,6 @@ class _Handlers:
 
     async def health(self, _: web.Request) -> web.Response:
         return web.Response()
-
-    async def metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=prometheus_text(self._profile, self._batch.load(), self._prompt_tokens))
 
     async def reset_stats(self, _: web.Request) -> web.Response:
         self._window = _Window(self._batch.now(), self._batch.load())

@@ -100,25 +100,16 @@ class HouseRules:
 
     def program(self, predictors: Literal[1, 2, 3] = 1) -> dspy.Module:
         """Return a new program with the seed instruction: a chain of `predictors`, the last one writes `answer`."""
-        return self._program(predictors, self.all_rules()[: self.seed_rules])
-
-    def optimal_program(self, predictors: Literal[1, 2, 3] = 1) -> dspy.Module:
-        """Return the program whose instructions hold the rules that are worth their length; all, if length is free."""
-        return self._program(predictors, self._best_rules(predictors))
+        if predictors not in (1, 2, 3):
+            raise ValueError(f"predictors must be 1, 2 or 3, got {predictors!r}")
+        outputs, rules = OUTPUTS[:predictors], self.all_rules()[: self.seed_rules]
+        return _Chain({name: [rule for rule in rules if _owner(rule, outputs) == name] for name in outputs})
 
     def optimal_instruction(self) -> str:
-        """Return the instruction of `optimal_program` with one predictor."""
-        return _instruction("answer", self._best_rules(1))
-
-    def _best_rules(self, predictors: int) -> list[Rule]:
-        """Return the rules of each predictor that make the score highest."""
-        best: list[Rule] = []
-        for first in range(predictors):
-            own = self.all_rules()[first::predictors]
-            own.sort(key=lambda rule: self._expected([rule]), reverse=True)
-            prefixes = [own[:length] for length in range(len(own) + 1)]
-            best += max(prefixes, key=self._expected)
-        return sorted(best)
+        """Return the instruction of one predictor that holds the rules that are worth their length."""
+        rules = sorted(self.all_rules(), key=lambda rule: self._expected([rule]), reverse=True)
+        best = max((rules[:length] for length in range(len(rules) + 1)), key=self._expected)
+        return _instruction("answer", sorted(best))
 
     def _expected(self, rules: Sequence[Rule]) -> float:
         """Return how many of the rules a reply to an instruction that holds them obeys on average."""
@@ -182,12 +173,6 @@ class HouseRules:
         rng = random.Random(f"{split} {self.seed} {index}")
         chosen = rng.sample(self.all_rules(), self.rules_per_example)
         return dspy.Example(question=question, required=sorted(chosen)).with_inputs("question")
-
-    def _program(self, predictors: int, rules: Sequence[Rule]) -> dspy.Module:
-        if predictors not in (1, 2, 3):
-            raise ValueError(f"predictors must be 1, 2 or 3, got {predictors!r}")
-        outputs = OUTPUTS[:predictors]
-        return _Chain({name: [rule for rule in rules if _owner(rule, outputs) == name] for name in outputs})
 
 
 def _owner(rule: Rule, outputs: Sequence[str]) -> str:

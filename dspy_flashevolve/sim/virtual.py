@@ -269,7 +269,7 @@ class SimulatedModel:
 
     def load(self) -> Load:
         """Return the state and the totals of the batch."""
-        return Load(0, 0, 0.0, 0.0, 0.0) if self._batch is None else self._batch.load()
+        return Load(0, 0, 0.0, 0.0) if self._batch is None else self._batch.load()
 
     async def answer(self, request: Request) -> Response:
         """Return the reply, after the time that it takes; lm15's RateLimitError if too many requests are in flight."""

@@ -44,7 +44,7 @@ def test_an_oracle_accepts_the_tasks_own_workflow_and_no_unrelated_change(task: 
 async def carry_out(task: ToolTask | ServerTask, world: Any) -> None:
     """Make the calls of a task's own workflow."""
     outputs: dict[str, Any] = {}
-    for node in Workflow.from_json(list(task.nodes)).ordered():
+    for node in Workflow.from_json([evoflux.call_of(node) for node in task.nodes]).nodes:
         given = json.loads(json.dumps(node.parameters))
         for path, reference in node.references:
             place = given

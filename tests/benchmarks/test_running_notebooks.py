@@ -1,7 +1,7 @@
 """The notebooks run in a real kernel from top to bottom, and what is saved in them is whole.
 
 Here a simulated server answers, in the right form and without sense; what is saved is of real models. The notebook of
-Evoflux starts the embedded server and an MCP server itself, and says so.
+Evoflux has a scripted model and starts an MCP server itself, and says so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHOWN = {
     ],
     "04_evoflux.ipynb": [
         r"complete:  True after \d+ workflow",
-        "flowchart TD",
+        r"\nnow = weather\(city_id=city\['id'\]\)",
         r"again read_note ran \{'text': 'tea'\}",
         r"\{'new.txt': 'tea', 'old.txt': 'tea'\}",
         "the search ended since a workflow ran completely",

@@ -1,4 +1,7 @@
-"""A tiny MCP server for the tests: notes in a directory, its argument, and tools that misbehave."""
+"""A tiny MCP server for the tests: notes in a directory, its argument, and tools that misbehave.
+
+It answers over stdio, or over HTTP where a second argument names a port.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from mcp.server.fastmcp import FastMCP
 from mcp.types import ToolAnnotations
 
 DIRECTORY = Path(sys.argv[1])
-server = FastMCP("notes")
+server = FastMCP("notes", port=int(sys.argv[2]) if len(sys.argv) > 2 else 8000)
 
 
 @server.tool(annotations=ToolAnnotations(readOnlyHint=True))
@@ -47,5 +50,5 @@ def fail() -> str:
 
 
 if __name__ == "__main__":
-    server.run()
+    server.run("streamable-http" if len(sys.argv) > 2 else "stdio")
     os._exit(0)  # the interpreter would take a second to end

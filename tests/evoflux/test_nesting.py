@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import anyio
@@ -19,7 +18,7 @@ from dspy_flashevolve.sim.virtual import run
 from tests.evoflux.worlds import GOOD, READS, TOOLS, ScriptedPlanner, reply_for
 from tests.fakes import reflection_lm
 
-PARALLEL = {"nodes": [{"id": f"n{number}", "tool": "wait", "parameters": {"number": number}} for number in range(6)]}
+PARALLEL = "\n".join(f"wait(number={number})" for number in range(6))
 
 
 def nested(outer_slots: int, questions: int) -> tuple[int, int, list[Any]]:
@@ -90,8 +89,7 @@ def test_inside_another_run_an_error_of_the_provider_is_that_runs(is_sync: bool,
         if f"[[ ## {fails} ## ]]" in prompt:
             raise ConnectionError("429 too many requests")
         if "[[ ## plan ## ]]" in prompt:
-            tools = ["fail"] if fails == "workflow" else ["write"]
-            return reply_for(prompt, plan=json.dumps([{"id": tool, "tool": tool} for tool in tools]))
+            return reply_for(prompt, plan="fail()" if fails == "workflow" else "write()")
         return reply_for(prompt, answer="done", citations="[]")
 
     def write() -> str:

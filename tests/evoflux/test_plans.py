@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from dspy_flashevolve.evoflux import Evoflux, ToolSpec, Workflow
-from dspy_flashevolve.evoflux.plans import PlanError, as_python, read_plan
-from dspy_flashevolve.evoflux.tools import stub_of
+from dspy_flashevolve.evoflux.plans import PlanError, read_plan, stub_of
 from dspy_flashevolve.sim.virtual import run
 from tests.evoflux.worlds import READS, TOOLS, ScriptedPlanner
 
@@ -48,42 +47,32 @@ def nodes(text: str, **inputs: str) -> list[tuple[str, str, dict[str, Any]]]:
     [
         "a = find(name='tea')\nb = order(sku=a['sku'], amount=2)",
         "```python\na = find(name='tea')\nb = order(sku=a.sku, amount=2)\n```",
-        "Here is the plan:\n\n    a = find(name='tea')\n    b = order(sku=a['sku'], amount=2)\n\nIt's short.",
-        "1. `a = find(name='tea')`\n2. `b = order(sku=a['sku'], amount=2)`",
-        "- a = find(name='tea')\n- b = order(sku=a['sku'], amount=2)  # two of them",
-        json.dumps(["a = find(name='tea')", "b = order(sku=a['sku'], amount=2)"]),
-        "import tools\na = await tools.find('tea')\nb = tools.order(a.get('sku'), 2)\nprint(b)",
+        "Here is the plan:\n```\na = find(name='tea')\nb = order(sku=a.sku, amount=2)\n```\nIt's short.",
+        "import tools\na = find('tea')\nb = order(a['sku'], 2)\nprint(b)",
         "name = 'tea'\na: dict = find(name)\ncode = a['sku']\nb = order(sku=code, amount=int(2))",
         "a = find(name='tea',)\nb = order(a['sku'],\n  amount=2)",
-        "try:\n    a = find(name='tea')\n    b = order(sku=a['sku'], amount=2)\nexcept KeyError:\n    pass",
         "<think>\nfind('x')\n```\norder('y', 1)\n```\n</think>a = find('tea')\nb = order(**{'sku': a.sku}, amount=2)",
-        "Note: two of them\na = find(name='tea')\nif not a:\n    print('none')\nb = order(sku=a['sku'], amount=2)",
-        json.dumps({"nodes": [
-            {"id": "a", "tool": "find", "parameters": {"name": "tea"}},
-            {"id": "b", "tool": "order", "parameters": {"sku": {"$ref": "a.sku"}, "amount": 2}},
-        ]}),
     ],
-)  # fmt: skip
+)
 def test_plans_are_read_in_every_form_that_models_write(text: str) -> None:
     assert nodes(text) == [FIND, ("b", "order", {"sku": {"$ref": "a.sku"}, "amount": 2})]
 
 
-def test_a_call_in_an_argument_is_a_node_and_the_same_reading_call_no_second_one() -> None:
+def test_a_call_in_an_argument_is_a_node() -> None:
     nested = "find(name='tea')\norder(sku=find(name='tea')['sku'], amount=1)\norder(sku='x', amount=1)"
-    assert [tool for _, tool, _ in nodes(nested)] == ["find", "order", "order"]
+    assert [tool for _, tool, _ in nodes(nested)] == ["find", "find", "order", "order"]
     twice = "send(to=order('x', 1)['a'], text=order('x', 1)['b'])"
     assert [tool for _, tool, _ in nodes(twice)] == ["order", "order", "send"]
-    assert [tool for _, tool, _ in nodes("order('x', 1)\norder('x', 1)")] == ["order", "order"]
 
 
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("-3", -3), ("+2.5", 2.5), ("('a', 'b')", ["a", "b"]), ("{'a'}", ["a"]), ("True", True), ("None", None),
+        ("-3", -3), ("+2.5", 2.5), ("('a', 'b')", ["a", "b"]), ("True", True), ("None", None),
         ("true", True), ("null", None), ("str(a['n'])", {"$text": [{"$ref": "a.n"}]}),
         ("list(a['n'])", {"$ref": "a.n"}),
         ("{'k': ['v']}['k'][0]", "v"), ("a['rows'][-1]", {"$ref": "a.rows.-1"}),
-        ("f'{7:03d}'", "007"), ("f'{\"x\"!s}'", "x"), ("a['a']", {"$ref": "a.a"}), ("'a'", "a"),
+        ("f'{7}'", "7"), ("f'{\"x\"!s}'", "x"), ("a['a']", {"$ref": "a.a"}), ("'a'", "a"),
         ("f'a{a.n}'", {"$text": ["a", {"$ref": "a.n"}]}),
         ("a['n'] + 'x'", {"$text": [{"$ref": "a.n"}, "x"]}), ("f''", ""),
     ],
@@ -93,34 +82,20 @@ def test_values_are_read_as_python_means_them(argument: str, value: Any) -> None
 
 
 def test_arguments_without_names_are_in_the_order_of_the_stub() -> None:
-    assert "(to: str, text: str, cc: str = ...)" in stub_of(CATALOGUE["send"])
+    assert "(to: str, text: str, cc: str = ...)" in stub_of(CATALOGUE["send"], "send")
     assert nodes("send('bob', 'hi', 'ann', 'more')")[0][2] == {
         "to": "bob", "text": "hi", "cc": "ann", "argument_4": "more",
     }  # fmt: skip
-    assert nodes("send('bob', 'hi', cc=...)")[0][2] == {"to": "bob", "text": "hi"}
 
 
 def test_what_a_line_may_do_besides_a_call() -> None:
-    text = "text = 'Sku: '\na = b = find('tea')\na\n'done'\ntext += b['sku']\nreturn send(to='x', text=text)"
+    text = "text = 'Sku: '\na = b = find('tea')\na\n'done'\ntext = text + b['sku']\nsend(to='x', text=text)"
     assert nodes(text)[1] == ("n1", "send", {"to": "x", "text": {"$text": ["Sku: ", {"$ref": "a.sku"}]}})
-    tried = "try:\n    a = find('tea')\nexcept KeyError as e:\n    print(e)\n"
-    tried += "else:\n    send(to='x', text='y')\nfinally:\n    order('z', 1)"
-    assert [tool for _, tool, _ in nodes(tried)] == ["find", "send", "order"]
 
 
 def test_a_text_with_lists_and_fences_in_it_stays_as_it_is() -> None:
     text = "Shopping:\n- milk\n2. eggs\n```python\norder(sku='x')\n```\n"
     assert nodes(f'a = find("tea")\nsend(to="b", text="""{text}""")')[1][2]["text"] == text
-    assert nodes(f'Here:\n- a = find("tea")\n- send(to="b", text={text!r})')[1][2]["text"] == text
-
-
-def test_nodes_in_json_may_name_their_arguments_otherwise_and_be_written_as_python_does() -> None:
-    for key in ("parameters", "arguments", "args", "params", "input"):
-        made = [{"id": "a", "tool": "find", key: {"name": "tea"}}]
-        assert nodes(json.dumps(made)) == nodes(str(made)) == nodes(str({"nodes": made})) == [FIND]
-    for wrong in ([{"id": "a"}], [{"id": "a", "tool": "find", "parameters": {"$ref": "b"}}]):
-        with pytest.raises(PlanError, match=r"tool|parameters"):
-            read_plan(json.dumps(wrong), CATALOGUE)
 
 
 def test_a_joined_text_reaches_the_tool_as_one_text() -> None:
@@ -131,21 +106,18 @@ def test_a_joined_text_reaches_the_tool_as_one_text() -> None:
     assert made.execution.outputs["out"] == 'sent Norway: 7, {"id": 7, "country": "Norway"}'
 
 
-def test_an_input_may_be_named_and_a_word_of_it_may_lack_its_quotes() -> None:
-    asked = "Order tea for buyer4"
-    assert nodes("find(name=question)", question=asked)[0][2] == {"name": asked}
-    assert nodes("find(name=buyer4)", question=asked)[0][2] == {"name": "buyer4"}
-    assert nodes("find(name=buyer5)", question=asked)[0][2] == {"name": {"$ref": "buyer5"}}
-    # It is like the name of a result, so that this is what is meant.
-    assert nodes("order1 = find(name='x')\nfind(name=order)", question="order tea")[1][2] == {"name": {"$ref": "order"}}
+def test_an_input_may_be_named() -> None:
+    assert nodes("find(name=question)", question="Order tea")[0][2] == {"name": "Order tea"}
+    assert nodes("find(name=tea)", question="Order tea")[0][2] == {"name": {"$ref": "tea"}}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "no call"),
-        ("I cannot do that.", "no call"),
-        ("None]]", "no call"),
+        ("I cannot do that.", "line 1.*no Python"),
+        ("a = find('tea')\nIt's short.", "line 2.*no Python"),
+        ("1. `find('tea')`\n2. `find('x')`", "line 1.*no Python"),
         ("for item in items:\n    find(name=item)", "line 1.*no loops"),
         ("def find(name):\n    return order(name, 1)", "line 1.*no loops"),
         ("a = find(name='tea'", "line 1.*no Python"),
@@ -154,12 +126,14 @@ def test_an_input_may_be_named_and_a_word_of_it_may_lack_its_quotes() -> None:
         ("a = find(name='tea'.upper())", "line 1.*only tools are called"),
         ("a = find(*names)", "line 1.*one by one"),
         ("a, b = find(name='tea'), 1", "line 1.*assigned to a name"),
-        ("for r in rows:\n    tools.order(sku=r)\nfind('x')", "line 1.*no loops"),
         ("if rows:\n    await client.order(sku=r)\nfind('x')", "line 1.*no loops"),
-        ("for r in rows:\n    place(sku=r)\nfind('x')", "line 1.*no loops"),
         ("n = 1\nif rows:\n    n = 5\nfind('x')", "line 2.*no loops"),
-        ("try:\n    find('x')\nexcept KeyError:\n    order('x', 1)", "line 3.*no loops"),
+        ("try:\n    find('x')\nexcept KeyError:\n    order('x', 1)", "line 1.*no loops"),
+        ("s = 'x'\ns += 'y'\nfind(s)", "line 2.*no loops"),
         ("find('x')\nFinally: order(sku='x')", "line 2.*no loops"),
+        ("find('x')\nreturn order('x', 1)", "line 2.*no loops"),
+        ("find('x')\n- order('x', 1)", "line 2.*a line is a call"),
+        ("await order('x', 1)", "line 1.*a line is a call"),
         ("find('x')\nu = set(a)", "line 2.*only tools are called"),
         ("a = find('x')\nsum(a['prices'])", "line 2.*only tools are called"),
         ("re.find('x', 'y')", "line 1.*only tools are called"),
@@ -178,37 +152,24 @@ def test_an_input_may_be_named_and_a_word_of_it_may_lack_its_quotes() -> None:
         ("a = find('x')\nfind(a.get('sku', 'D'))", "line 2.*only tools are called"),
         ("a = find('x')\nfind(a['x.y'])", "line 2.*a dot"),
         ("find(f'{5:999999999999}')", "line 1.*without a format"),
-        ("# 1) find\nsend(\n    'b',\n    'hi',\n    the copy address,\n)", "no Python"),
-        ('[{"id": "a", "tool": "order"}]\n\nfind("x")', "all of them nodes in JSON"),
-        ('[{"id": "a", "tool": "find", "depends_on": ["b"]}]', "'depends_on'"),
-        ('[{"id": "a", "tool": "find", "args": {"name": "x"}, "input": {"name": "y"}}]', "expected only"),
-        ('[{"id": "a", "tool": "find", "parameters": {"name": NaN}}]', "none of JSON"),
-        ('[{"id": "a", "tool": "find", "parameters": {"name": ' + "1" * 400 + "}}]", "none of JSON"),
+        ('[{"id": "a", "tool": "order"}]\n\nfind("x")', "line 1.*a line is a call"),
+        ('{"nodes": [{"id": "a", "tool": "find", "parameters": {"name": "x"}}]}', "line 1.*a line is a call"),
         ("a = find('x')\nfind(name=a" + "[0]" * 3000 + ")", "nested"),
-        ('[{"id": "a", "tool": "find", "parameters": {"name": ' + "[" * 60 + "]" * 60 + "}}]", "levels deep"),
+        ("v = 'x'\n" + "v = [v]\n" * 60 + "find(v)", "levels deep"),
         ("find()\n" * 2500, "more than 100 calls"),
         ("s = 'ab'\n" + "s = s + s\n" * 40 + "find(s)", "at most 20,000"),
         ("s = ['ab']\n" + "s = [s, s]\n" * 40 + "find(s)", "at most 20,000"),
-        ("- a" + " " * 19_000 + "b", "no call"),
         ("a = find(name=1e999)", "line 1.*written out"),
         ("a = find(name=b'tea')", "line 1.*written out"),
+        ("a = find(name={'a'})", "line 1.*written out"),
         ("a = find(name='tea'['x'])", "line 1.*a field is named"),
         ("(" * 5000 + "find(name='tea')", "Python"),
         ("x" * 20_001, "20,001 characters"),
-        ("\n".join("words that are no Python" for _ in range(300)), "prose"),
     ],
 )  # fmt: skip
 def test_what_a_workflow_cannot_say_is_refused_with_the_line(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=f"(?s){message}"):
         read_plan(text, CATALOGUE)
-
-
-def test_a_planner_is_told_of_a_bad_reply_once() -> None:
-    planner = ScriptedPlanner(["while True: find_city()", "find_city(name='X')"], ["find_city(name='Oslo')"])
-    program = Evoflux("question -> answer", TOOLS, effects=READS)
-    with dspy.context(lm=planner.lm):
-        assert run(lambda: program.acall(question="?")).is_complete
-    assert ["no loops" in prompt for prompt in planner.prompts] == [False, True, False, False]
 
 
 TOKENS = (
@@ -255,7 +216,7 @@ def test_a_workflow_that_is_written_as_python_is_read_as_the_same_workflow(param
         for number, (tool, given) in enumerate(zip(["get-time", "unknown", "order"], parameters, strict=False))
     ]
     flow = Workflow.from_json(made)
-    text = as_python(flow)
+    text = str(flow)
     ast.parse(text)
     assert read_plan(text, CATALOGUE) == flow
 
@@ -280,7 +241,7 @@ ITEM = {"type": "object", "properties": {"sku": {"type": "string", "description"
 def test_a_stub_shows_what_a_parameter_may_be(schema: dict[str, Any], shown: str) -> None:
     made = spec("t", {"p": schema}, ["p"])
     made.input_schema["$defs"] = {"Item": ITEM}
-    stub = stub_of(made)
+    stub = stub_of(made, "t")
     assert f"(p: {shown})" in stub
     assert "CODE" in stub
 
@@ -321,15 +282,3 @@ def test_no_value_of_a_writing_call_is_lost_in_a_repair() -> None:
         with dspy.context(lm=ScriptedPlanner([f"order(sku='x', {argument})"]).lm):
             run(lambda: Evoflux("question -> answer", [order], without=["LM edits"]).acall(question="?"))
     assert ordered == []  # they are left to the LM
-
-
-def test_a_tool_that_raises_stop_iteration_is_told_at_once() -> None:
-    def first(rows: list[int]) -> int:
-        return next(row for row in rows if row > 5)
-
-    program = Evoflux("question -> answer", [first], effects="read", max_candidates=1)
-    with dspy.context(lm=ScriptedPlanner(["first(rows=[1])"]).lm):
-        made = run(lambda: program.acall(question="?"))
-    assert (made.execution.runs[0].fault, made.execution.runs[0].error) == (
-        "exception", "RuntimeError: StopIteration: ",
-    )  # fmt: skip

@@ -16,12 +16,10 @@ VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=6
 )
 TYPES = st.sampled_from(["string", "number", "integer", "boolean", "null", "array", "object"])
-SMALL = st.integers(0, 3)
 FLAT = {
     "type": TYPES | st.lists(TYPES, min_size=1, max_size=2, unique=True),
-    "enum": st.lists(VALUES, min_size=1, max_size=3), "const": VALUES, "minLength": SMALL, "maxLength": SMALL,
-    "minItems": SMALL, "maxItems": SMALL, "minimum": SMALL, "maximum": SMALL, "exclusiveMinimum": SMALL,
-    "exclusiveMaximum": SMALL, "pattern": st.sampled_from(["^a", "b$", "^[ab]+$", r"\d"]),
+    "enum": st.lists(VALUES, min_size=1, max_size=3), "const": VALUES,
+    "pattern": st.sampled_from(["^a", "b$", "^[ab]+$", r"\d"]),
     "required": st.lists(NAMES, max_size=2, unique=True), "$ref": st.sampled_from(["#/$defs/x", "#/$defs/y"]),
 }  # fmt: skip
 
@@ -38,7 +36,7 @@ SCHEMAS = st.recursive(st.booleans() | st.fixed_dictionaries({}, optional=FLAT),
 @given(SCHEMAS, VALUES)
 @settings(max_examples=100)
 def test_a_value_has_faults_where_the_library_finds_some(schema: Any, value: Any) -> None:
-    parts = {"x": {"type": ["string", "array"]}, "y": {"minimum": 1}}
+    parts = {"x": {"type": ["string", "array"]}, "y": {"enum": [1, 2, "a"]}}
     whole = {"properties": {"v": schema}, "$defs": parts}
     assert bool(faults_of({"v": value}, whole)) != Draft202012Validator(whole).is_valid({"v": value})
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Any
 
-import dspy
-
-from dspy_flashevolve.evoflux import Workflow
-from dspy_flashevolve.evoflux.plans import PlanError, read_plan
 from tests.fakes import fake_lm
 
 CITIES = {"oslo": {"id": 7, "country": "Norway"}, "rome": {"id": 3, "country": "Italy"}}
@@ -33,19 +27,8 @@ def send(text: str) -> str:
 
 TOOLS = [find_city, weather, send]
 READS = {"find_city": "read", "weather": "read"}
-GOOD = {
-    "nodes": [
-        {"id": "city", "tool": "find_city", "parameters": {"name": "Oslo"}},
-        {"id": "now", "tool": "weather", "parameters": {"city_id": {"$ref": "city.id"}}},
-    ]
-}
-"""A workflow that answers how warm it is in Oslo."""
-
-
-def good(**changes: Any) -> dict[str, Any]:
-    """``GOOD`` with some fields of its second node changed."""
-    first, second = GOOD["nodes"]
-    return {"nodes": [first, {**second, **changes}]}
+GOOD = 'city = find_city(name="Oslo")\nnow = weather(city_id=city["id"])'
+"""A plan that answers how warm it is in Oslo."""
 
 
 def reply_for(prompt: str, **fields: str) -> str:
@@ -58,24 +41,21 @@ class ScriptedPlanner:
     """An LM that gives written replies: plans and edits in turn, the last again and again, and cites every node.
 
     Args:
-        plans: workflows in JSON, or texts.
-        edits: lists of nodes that are new or changed, or whole replies.
+        plans: replies to requests for a plan.
+        edits: replies to requests for an edit; without any, every edit is of nothing.
     """
 
-    def __init__(self, plans: list[Any], edits: list[Any] | None = None) -> None:
-        self.plans, self.edits = list(plans), list(edits or [])
+    def __init__(self, plans: list[str], edits: list[str] | None = None) -> None:
+        self.plans, self.edits = list(plans), list(edits or ["nothing"])
         self.prompts: list[str] = []
         self.lm = fake_lm(self._reply)
 
     def _reply(self, prompt: str) -> str:
         self.prompts.append(prompt)
-        if "[[ ## workflow ## ]]" in prompt:
-            changed = _next(self.edits) or []
-            return reply_for(prompt, plan=changed if isinstance(changed, str) else _edited(prompt, changed))
-        if "[[ ## plan ## ]]" in prompt:
-            plan = _next(self.plans)
-            return reply_for(prompt, plan=plan if isinstance(plan, str) else json.dumps(plan["nodes"]))
-        return reply_for(prompt, answer="4 degrees", citations='["city", "now", "nothing"]')
+        if (asked := self.asked[-1]) == "answer":
+            return reply_for(prompt, answer="4 degrees", citations='["city", "now", "nothing"]')
+        replies = self.plans if asked == "plan" else self.edits
+        return reply_for(prompt, plan=replies.pop(0) if len(replies) > 1 else replies[0])
 
     @property
     def asked(self) -> list[str]:
@@ -84,20 +64,6 @@ class ScriptedPlanner:
             "edit" if "[[ ## workflow ## ]]" in each else "plan" if "[[ ## plan ## ]]" in each else "answer"
             for each in self.prompts
         ]
-
-
-def _edited(prompt: str, changed: list[dict[str, Any]]) -> str:
-    """The workflow that a request for an edit shows, with some nodes new or changed."""
-    shown = prompt.rsplit("[[ ## workflow ## ]]\n", 1)[1].split("\n\n[[ ## ")[0]
-    by_id = {node["id"]: node for node in changed}
-    with suppress(PlanError):  # a prompt with a picture has no such text
-        nodes = [by_id.pop(node["id"], node) for node in read_plan(shown, {}).as_json()["nodes"]]
-        return json.dumps([*nodes, *by_id.values()])
-    return json.dumps(list(by_id.values()))
-
-
-def _next(replies: list[Any]) -> Any:
-    return replies.pop(0) if len(replies) > 1 else replies[0] if replies else None
 
 
 class Ledger:
@@ -139,12 +105,3 @@ class Ledger:
 
     async def close(self) -> None:
         self.is_closed = True
-
-
-def workflow(*nodes: tuple[str, str, dict[str, Any]]) -> Workflow:
-    """A workflow of (identifier, tool, parameters)."""
-    return Workflow.from_json([{"id": id, "tool": tool, "parameters": given} for id, tool, given in nodes])
-
-
-def tool(function: Callable[..., Any], name: str) -> dspy.Tool:
-    return dspy.Tool(function, name=name)

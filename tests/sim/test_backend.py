@@ -26,7 +26,7 @@ def test_a_reply_takes_its_delay_its_prompt_and_its_tokens_and_the_next_one_wait
         await asyncio.sleep(5.0)
         load = batch.load()
         assert (load.running, load.waiting, batch.in_flight) == (1, 1, 2)
-        assert (load.generated_tokens, load.kv_tokens) == (pytest.approx(20.0), pytest.approx(220.0))
+        assert load.generated_tokens == pytest.approx(20.0)
         assert await first.finished == pytest.approx(8.0)
         assert await second.finished == pytest.approx(10.0)
         load = batch.load()

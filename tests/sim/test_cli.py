@@ -21,17 +21,25 @@ from dspy_flashevolve.cli import main
 
 @pytest.mark.skipif(sys.platform == "win32", reason="ends by signal")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_server_serves_and_a_signal_ends_it_cleanly(number: signal.Signals) -> None:
+def test_the_server_serves_injects_faults_and_a_signal_ends_it_cleanly(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "dspy_flashevolve.cli", "sim-server", "--profile", "api-gpt-4o-mini"]
     command += ["--port", "0", "--seed", "3", "--time-scale", "50"]
+    command += ["--fault", "server_error=0.5", "--fault", "unauthorized=0.5"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("api-gpt-4o-mini at http://127.0.0.1:")
-    base = line.split()[2].removesuffix("/v1")
-    with urllib.request.urlopen(f"{base}/stats") as response:
+    base = line.split()[2]
+    body = b'{"messages": [{"role": "user", "content": "x"}]}'
+    for _ in range(20):
+        with pytest.raises(urllib.error.HTTPError, match=r"503|401") as caught:
+            urllib.request.urlopen(f"{base}/chat/completions", data=body)
+        caught.value.close()
+    with urllib.request.urlopen(f"{base.removesuffix('/v1')}/stats") as response:
         stats = json.load(response)
     assert (stats["profile"], stats["seed"], stats["time_scale"]) == ("api-gpt-4o-mini", 3, 50)
+    assert set(stats["faults"]) == {"server_error", "unauthorized"}
+    assert sum(stats["faults"].values()) == 20
     process.send_signal(number)
     _, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
@@ -60,26 +68,6 @@ def test_a_wrong_option_is_named_with_its_value(
         main(["sim-server", option, value])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="ends by signal")
-def test_faults_are_injected_and_counted() -> None:
-    command = [sys.executable, "-m", "dspy_flashevolve.cli", "sim-server", "--port", "0"]
-    command += ["--fault", "server_error=0.5", "--fault", "unauthorized=0.5"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    base = process.stdout.readline().split()[2]
-    body = b'{"messages": [{"role": "user", "content": "x"}]}'
-    for _ in range(20):
-        with pytest.raises(urllib.error.HTTPError, match=r"503|401") as caught:
-            urllib.request.urlopen(f"{base}/chat/completions", data=body)
-        caught.value.close()
-    with urllib.request.urlopen(f"{base.removesuffix('/v1')}/stats") as response:
-        faults = json.load(response)["faults"]
-    assert set(faults) == {"server_error", "unauthorized"}
-    assert sum(faults.values()) == 20
-    process.send_signal(signal.SIGINT)
-    process.communicate()
 
 
 def test_a_port_in_use_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -11,6 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 
 import dspy
 import pytest
@@ -50,8 +50,8 @@ def test_the_seed_scores_low_and_all_the_rules_score_the_optimum(server: SimServ
     evaluate = dspy.Evaluate(devset=task.valset(40), metric=task.metric, num_threads=16)
     with dspy.context(lm=lm(server), adapter=adapter):
         assert evaluate(task.program()).score / 100 == pytest.approx(0.9 * 2 / 24, abs=0.04)
-        assert evaluate(task.optimal_program()).score / 100 == pytest.approx(task.optimum, abs=0.04)
-        assert evaluate(task.optimal_program(3)).score / 100 == pytest.approx(task.optimum, abs=0.06)
+        assert evaluate(replace(task, seed_rules=24).program()).score / 100 == pytest.approx(task.optimum, abs=0.04)
+        assert evaluate(replace(task, seed_rules=24).program(3)).score / 100 == pytest.approx(task.optimum, abs=0.06)
 
 
 def test_the_process_is_gone_when_the_block_ends() -> None:
@@ -107,31 +107,3 @@ def test_bad_arguments_are_refused_before_or_on_entry() -> None:
         SimServer("h200")
     with pytest.raises(RuntimeError, match="time_scale"), SimServer(time_scale=-1):
         pass
-
-
-def test_while_the_server_is_down_connections_are_refused_and_it_comes_back_on_the_same_port() -> None:
-    with SimServer(seed=3, time_scale=200) as server:
-        model = dspy.LM("openai/sim", api_base=server.api_base, api_key="none", cache=False, num_retries=0)
-        reply, base, pid = model("Hello"), server.api_base, server.pid
-        with server.down() as before:
-            assert before.requests == 1
-            assert not is_alive(pid)
-            assert server.api_base == base
-            with pytest.raises(urllib.error.URLError):
-                urllib.request.urlopen(f"{server.url}/health")
-        assert (server.api_base, server.stats().requests) == (base, 0)
-        assert server.pid != pid
-        assert model("Hello") == reply
-
-
-def test_a_restart_cuts_off_what_is_in_flight() -> None:
-    with SimServer(time_scale=1e-9) as server:
-        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=30) as connection:
-            body = b'{"messages": [{"role": "user", "content": "x"}]}'
-            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-            connection.sendall(head + body)
-            while server.stats().running < 1:
-                pass
-            with server.down(), contextlib.suppress(ConnectionResetError):
-                assert connection.recv(1000) == b""
-        assert server.stats().running == 0

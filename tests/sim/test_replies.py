@@ -70,14 +70,6 @@ def test_reflections_forget_and_are_useless_as_often_as_the_model_says() -> None
     assert mean(not rules - set(RULES[:4]) for rules in results) == pytest.approx(0.15, abs=0.03)
 
 
-def test_useless_rewrites_do_not_pile_up() -> None:
-    text, model = CURRENT, ReplyModel(useless=1, forgets=0)
-    for choices in many(100):
-        text = model.new_instruction(text, FEEDBACK, choices)
-    assert len(text.splitlines()) <= 5 + len(USELESS_SENTENCES)
-    assert rules_in(text) == RULES[:4]
-
-
 def test_a_reply_depends_on_content_and_seed_only() -> None:
     def text(prompt: str, seed: int) -> str:
         return reply_to(request(prompt), H100_QWEN3_8B, ReplyModel(), seed).text
@@ -119,26 +111,6 @@ def test_a_reply_model_refuses_impossible_numbers(bad: dict[str, float]) -> None
 
 
 # Integrations
-
-
-def shown(children: dict[int, list[Rule]]) -> str:
-    """Children as StaleCandidateReflection shows them; each wants its rules in and another one out."""
-    blocks: list[str] = []
-    for number, rules in children.items():
-        lines = [f"### Child {number}", "Score of its parent 0.500, of the child not screened.", "What it changed:"]
-        blocks.append("\n".join([*lines, f"- {RULES[-1]}", *(f"+ {rule}" for rule in rules)]))
-    return "\n\n".join(blocks)
-
-
-def test_an_integration_puts_in_what_is_new_and_says_of_each_child_whether_it_was() -> None:
-    children = {4: [RULES[4]], 7: [RULES[0]], 11: [RULES[4]], 12: []}
-    head = "\n".join(["Do it well.", str(RULES[0]), str(RULES[2])])
-    verdicts, text = FAITHFUL.integrate(head, shown(children), Choices(0, "x"))
-    assert {verdict["child"]: verdict["verdict"] for verdict in verdicts} == {
-        4: "orthogonal", 7: "subsumed", 11: "subsumed", 12: "subsumed",
-    }  # fmt: skip
-    assert rules_in(text) == [RULES[0], RULES[2], RULES[4]]
-    assert FAITHFUL.integrate(head, "Child 3, in a format of somebody else's", Choices(0, "x")) == ([], head)
 
 
 @pytest.mark.parametrize("adapter", [dspy.ChatAdapter(), dspy.JSONAdapter()])
