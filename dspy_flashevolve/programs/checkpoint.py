@@ -17,7 +17,6 @@ from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from functools import cached_property
 from inspect import getattr_static
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +31,7 @@ from pydantic import BaseModel, InstanceOf, PlainValidator
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import BEFORE_STEPS, id_text
 from dspy_flashevolve.observe.history import Candidate, History
-from dspy_flashevolve.programs.records import fill_dataclass, fill_model, fraction_of, imported
+from dspy_flashevolve.programs.records import MODEL_STATE, fill, imported
 
 MOST_KEY_PARTS = 1000
 """Parts of a key, at any depth: Python hashes nested tuples without a look at its stack, which some 100,000 end."""
@@ -91,7 +90,7 @@ MAKERS = {
     "datetime.timedelta": Maker(timedelta, int),
     "datetime.timezone": Maker(timezone, timedelta, str),
     "decimal.Decimal": Maker(Decimal, str),
-    "fractions.Fraction": Maker(lambda *parts: fraction_of("/".join(map(str, parts))), int, str),
+    "fractions.Fraction": Maker(lambda *parts: Fraction(*map(int, "/".join(map(str, parts)).split("/"))), int, str),
     "numpy.dtype": Maker(_NumberType, str, bool),
     "numpy.core.multiarray.scalar": NUMBER,
     "numpy._core.multiarray.scalar": NUMBER,
@@ -105,9 +104,6 @@ MAKERS = {
 KEYS = (str, int, float, bool, type(None), bytes, date, datetime, time, timedelta, timezone, Decimal, Fraction, UUID)
 RESTORED = ("pydantic.main", "pydantic.root_model", "dataclasses", "uuid")
 """Modules whose ``__setstate__`` does what :func:`_fill` does."""
-
-OWN_ATTRIBUTES = {"_store", "_demos", "_input_keys", "_completions", "_lm_usage", "signature"}
-"""What dspy's examples, predictions and completions keep in attributes."""
 
 
 def _is_data(value: Any) -> bool:
@@ -156,20 +152,15 @@ def _fill(target: Any, state: Any) -> None:
         object.__setattr__(target, "is_safe", SafeUUID.unknown)
     elif issubclass(kind, BaseModel):
         values = _attributes(plain(state, dict)["__dict__"])
-        for name in [name for name in values if isinstance(getattr_static(kind, name, None), cached_property)]:
-            del values[name]  # it is computed again
-        parts = (state.get(f"__pydantic_{part}__") for part in ("fields_set", "extra", "private"))
-        fill_model(target, values, *(plain(part, dict, set, type(None)) for part in parts))
+        parts = {name: plain(state.get(name), dict, set, type(None)) for name in MODEL_STATE}
+        fill(target, {"__dict__": values, **parts})
     elif issubclass(kind, dspy.Example | Completions):
-        values = _attributes(state)
-        if not values.keys() <= OWN_ATTRIBUTES:  # any other name may stand for a method
-            raise NotDataError("gives an example attributes that it has not")
-        vars(target).update(values)
+        fill(target, _attributes(state))
     elif is_dataclass(kind):
         if type(state) is list:  # of a frozen class with slots
             state = dict(zip((field.name for field in fields(kind)), state, strict=True))
         held, slots = state if type(state) is tuple else (state, None)
-        fill_dataclass(target, _attributes(held or {}) | _attributes(slots or {}))
+        fill(target, _attributes(held or {}) | _attributes(slots or {}))
     else:
         raise NotDataError("gives a state to what is no object of a class for data")
 
