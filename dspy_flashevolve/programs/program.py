@@ -34,7 +34,7 @@ from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import FaultyReply, Metric, fault_in
 from dspy_flashevolve.programs.mistakes import Failure, Kind, Mistakes, error_text
 from dspy_flashevolve.programs.placement import Placement
-from dspy_flashevolve.programs.records import RolloutRecords
+from dspy_flashevolve.programs.records import MAX_READY, RolloutRecords
 from dspy_flashevolve.programs.reflection import ReflectionRunner
 from dspy_flashevolve.programs.usage import Usage, cost_of, counting_usage, tokens_of
 
@@ -43,9 +43,6 @@ T = TypeVar("T")
 
 logger = logger_named(__name__)
 
-MAX_READY = 64
-"""Programs that are kept ready; older ones are built again when they are needed. A round number, above the 48 steps
-that are live at 64 slots: with half, programs of one generation push each other out; a program is a few kB."""
 SHOWN_CHARACTERS = 300
 """Of a reply that could not be read, in the log: a few lines."""
 RECORDED = 8

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
-from datetime import date, datetime, time, timedelta
+from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -30,17 +30,20 @@ from uuid import UUID
 import dspy
 import numpy
 from pydantic import BaseModel, ConfigDict, TypeAdapter
-from pydantic_core import to_jsonable_python
+from pydantic_core import TzInfo, to_jsonable_python
 
 from dspy_flashevolve.engine.rollouts import RequestCost, Rollout
 
 T = TypeVar("T")
 EXACT = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="strings")
 LEAVES = {
-    kind.__name__: TypeAdapter[Any](kind, config=EXACT)
+    kind: TypeAdapter[Any](kind, config=EXACT)
     for kind in (float, bytes, date, datetime, time, timedelta, Decimal, UUID)
 }
-"""Name of a type -> what writes and reads its values."""
+"""Type -> what writes and reads its values."""
+NAMED_LEAVES = {kind.__name__: adapter for kind, adapter in LEAVES.items()}
+OFFSETS = (type(None), timezone, TzInfo)
+"""Zones of times that are an offset and no more, which is what is written."""
 CONTAINERS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -51,7 +54,9 @@ OF_DSPY = {"_store", "_demos", "_input_keys", "_completions", "_lm_usage", "sign
 """What dspy's examples, predictions and completions keep in attributes."""
 MODEL_STATE = ("__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__")
 MAX_READY = 64
-"""Candidates whose predictors are kept ready, as many as programs are (``program.MAX_READY``)."""
+"""Candidates whose programs and predictors are kept ready; older ones are built again when they are needed. A round
+number, above the 48 steps that are live at 64 slots: with half, programs of one generation push each other out; a
+program is a few kB."""
 
 
 class InexactError(Exception):
@@ -99,8 +104,10 @@ def _encode(value: Any) -> Any:
         return {"tuple": [_encode(item) for item in value]}
     if kind in (set, frozenset):
         return {kind.__name__: sorted((_encode(item) for item in value), key=json.dumps)}
-    if kind.__name__ in LEAVES and kind.__module__ != "numpy":
-        return {kind.__name__: LEAVES[kind.__name__].dump_python(value, mode="json")}
+    if kind in LEAVES:
+        if type(getattr(value, "tzinfo", None)) not in OFFSETS:
+            raise InexactError("a time whose zone is more than an offset")
+        return {kind.__name__: LEAVES[kind].dump_python(value, mode="json")}
     if isinstance(value, numpy.generic):
         return _encode(value.item())
     name = f"{kind.__module__}:{kind.__qualname__}"
@@ -117,8 +124,8 @@ def _decode(data: Any) -> Any:
     [(name, content)] = data.items()
     if not name:
         return {key: _decode(item) for key, item in content.items()}
-    if name in LEAVES:
-        return LEAVES[name].validate_json(json.dumps(content))
+    if name in NAMED_LEAVES:
+        return NAMED_LEAVES[name].validate_json(json.dumps(content))
     if name in CONTAINERS:
         return CONTAINERS[name](_decode(content))
     kind, state = _class_named(name), _decode(content)
