@@ -14,6 +14,8 @@ from dspy_flashevolve.engine.store import BEFORE_STEPS, TRACE_UNREADABLE, hash_o
 
 Rows = Callable[[str], list[sqlite3.Row]]
 
+UNKEPT_TRACE = "traced AND stage NOT IN ('validate', 'prefix') AND trace IS NULL"
+UNKEPT = "a trace that JSON cannot hold: those that a killed run has yet to reflect on are paid again"
 PAID_TWICE = f"""
     SELECT b.id, b.step, b.stage, b.example FROM rollouts a
     JOIN rollouts b ON b.candidate = a.candidate AND b.split = a.split AND b.example = a.example
@@ -113,12 +115,14 @@ def _summary(rows: Rows) -> list[str]:
         f"{row['n']} {row['way']}" for row in rows("SELECT way, COUNT(*) AS n FROM ends GROUP BY way ORDER BY way")
     )
     unfinished = rows("SELECT COUNT(*) AS n FROM steps WHERE number NOT IN (SELECT step FROM ends)")[0]["n"]
+    [untraced] = rows(f"SELECT COUNT(*) AS n FROM rollouts WHERE {UNKEPT_TRACE}")
     best = "none yet" if totals["best"] is None else f"{totals['best']:.4f}"
     return [
         f"{totals['sessions']} sessions, {totals['sessions'] - totals['ended']} of them without an end",
         f"{totals['steps']} steps: {ways or 'none ended'}, {unfinished} unfinished",
         f"{totals['calls']} metric calls, {totals['rollouts']} rollouts",
         f"{totals['commits']} commits, best score {best}",
+        *([f"{untraced['n']} rollouts with {UNKEPT}"] if untraced["n"] else []),
     ]
 
 

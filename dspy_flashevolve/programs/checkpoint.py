@@ -11,16 +11,16 @@ import io
 import pickle
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from functools import cached_property
 from inspect import getattr_static
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from uuid import UUID, SafeUUID
 
 import dspy
@@ -32,7 +32,7 @@ from pydantic import BaseModel, InstanceOf, PlainValidator
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.store import BEFORE_STEPS, id_text
 from dspy_flashevolve.observe.history import Candidate, History
-from dspy_flashevolve.programs.records import fill_dataclass, fill_model, fraction_of, imported
+from dspy_flashevolve.programs.records import MODEL_STATE, fill, imported
 
 MOST_KEY_PARTS = 1000
 """Parts of a key, at any depth: Python hashes nested tuples without a look at its stack, which some 100,000 end."""
@@ -91,7 +91,7 @@ MAKERS = {
     "datetime.timedelta": Maker(timedelta, int),
     "datetime.timezone": Maker(timezone, timedelta, str),
     "decimal.Decimal": Maker(Decimal, str),
-    "fractions.Fraction": Maker(lambda *parts: fraction_of("/".join(map(str, parts))), int, str),
+    "fractions.Fraction": Maker(lambda *parts: Fraction(*map(int, "/".join(map(str, parts)).split("/"))), int, str),
     "numpy.dtype": Maker(_NumberType, str, bool),
     "numpy.core.multiarray.scalar": NUMBER,
     "numpy._core.multiarray.scalar": NUMBER,
@@ -105,9 +105,6 @@ MAKERS = {
 KEYS = (str, int, float, bool, type(None), bytes, date, datetime, time, timedelta, timezone, Decimal, Fraction, UUID)
 RESTORED = ("pydantic.main", "pydantic.root_model", "dataclasses", "uuid")
 """Modules whose ``__setstate__`` does what :func:`_fill` does."""
-
-OWN_ATTRIBUTES = {"_store", "_demos", "_input_keys", "_completions", "_lm_usage", "signature"}
-"""What dspy's examples, predictions and completions keep in attributes."""
 
 
 def _is_data(value: Any) -> bool:
@@ -156,20 +153,15 @@ def _fill(target: Any, state: Any) -> None:
         object.__setattr__(target, "is_safe", SafeUUID.unknown)
     elif issubclass(kind, BaseModel):
         values = _attributes(plain(state, dict)["__dict__"])
-        for name in [name for name in values if isinstance(getattr_static(kind, name, None), cached_property)]:
-            del values[name]  # it is computed again
-        parts = (state.get(f"__pydantic_{part}__") for part in ("fields_set", "extra", "private"))
-        fill_model(target, values, *(plain(part, dict, set, type(None)) for part in parts))
+        parts = {name: plain(state.get(name), dict, set, type(None)) for name in MODEL_STATE}
+        fill(target, {"__dict__": values, **parts})
     elif issubclass(kind, dspy.Example | Completions):
-        values = _attributes(state)
-        if not values.keys() <= OWN_ATTRIBUTES:  # any other name may stand for a method
-            raise NotDataError("gives an example attributes that it has not")
-        vars(target).update(values)
+        fill(target, _attributes(state))
     elif is_dataclass(kind):
         if type(state) is list:  # of a frozen class with slots
             state = dict(zip((field.name for field in fields(kind)), state, strict=True))
         held, slots = state if type(state) is tuple else (state, None)
-        fill_dataclass(target, _attributes(held or {}) | _attributes(slots or {}))
+        fill(target, _attributes(held or {}) | _attributes(slots or {}))
     else:
         raise NotDataError("gives a state to what is no object of a class for data")
 
@@ -210,13 +202,6 @@ _Unpickler: Any = pickle._Unpickler  # pyright: ignore[reportPrivateUsage]
 """Python's reader in Python. The one in C calls what a class has, and a number in a file makes it fill the memory."""
 
 
-class _Instructions(dict[int, Callable[[Any], None]]):
-    def __missing__(self, code: int) -> Any:
-        if code in _Unpickler.dispatch:
-            raise NotDataError(f"has the instruction {chr(code)!r}, which pickles of data do not have")
-        raise KeyError(code)
-
-
 UNCHANGED = """PROTO FRAME STOP MARK POP POP_MARK MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1
     BININT2 LONG1 LONG4 BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 EMPTY_TUPLE
     TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST EMPTY_DICT EMPTY_SET STACK_GLOBAL"""
@@ -239,13 +224,11 @@ OURS: dict[str, Callable[[Any], None]] = {
 class DataUnpickler(_Unpickler):
     """Reads a pickle of protocol 4 or 5 that holds data."""
 
-    dispatch = _Instructions(
-        {
-            code: OURS.get(name) or _Unpickler.dispatch[code]
-            for name in (*UNCHANGED.split(), *OURS)
-            for code in getattr(pickle, name)
-        }
-    )
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: OURS.get(name) or _Unpickler.dispatch[code]
+        for name in (*UNCHANGED.split(), *OURS)
+        for code in getattr(pickle, name)
+    }
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         name = f"{module_name}.{global_name}"
@@ -314,7 +297,9 @@ class _State(_Candidates):
     adapter_state: dict[str, Any]
 
 
-def _read(path: Path, runs_code: bool, take: Callable[[dict[str, Any]], Any]) -> Any:
+@contextmanager
+def _reading(path: Path, runs_code: bool = False) -> Generator[dict[str, Any], None, None]:
+    """Read the dict in a checkpoint; whatever is wrong with that, or with what the block makes of it, is damage."""
     try:
         content = path.read_bytes()
         state = pickle.loads(content) if runs_code else DataUnpickler(io.BytesIO(content)).load()
@@ -322,7 +307,7 @@ def _read(path: Path, runs_code: bool, take: Callable[[dict[str, Any]], Any]) ->
             raise TypeError(f"a {type(state).__name__} is no state of gepa's")
         if not runs_code:
             _check_size(state, len(content))
-        return take(state)
+        yield state
     except Exception as error:
         is_told = isinstance(error, NotDataError | OSError)
         why = str(error) if is_told else f"{type(error).__name__}: {error}; it is damaged"
@@ -347,53 +332,49 @@ def read_state(path: Path, runs_code: bool = False) -> GEPAState[Any, Any]:
     Args:
         runs_code: what it holds may run, as it must where cloudpickle wrote classes or functions into it.
     """
-    return _read(path, runs_code, _state_of)
-
-
-def _state_of(data: dict[str, Any]) -> GEPAState[Any, Any]:
-    if (data.get("validation_schema_version") or 0) < 2:
-        GEPAState._migrate_from_legacy_state_v0(data)  # pyright: ignore[reportPrivateUsage]
-    GEPAState._upgrade_state_dict(data)  # pyright: ignore[reportPrivateUsage]
-    _State.model_validate(data, strict=True)
-    state = GEPAState[Any, Any].__new__(GEPAState)
-    vars(state).update({name: value for name, value in data.items() if name in _State.model_fields})
-    candidates, names = state.program_candidates, state.list_of_named_predictors
-    cache = state.evaluation_cache
-    entries: list[Any] = [] if cache is None else list(cache._cache.values())  # pyright: ignore[reportPrivateUsage]
-    older = [(parent, index) for index, held in enumerate(state.parent_program_for_candidate) for parent in held]
-    fits = (
-        state.is_consistent(),
-        all(set(names) == texts.keys() for texts in candidates),
-        all(0 <= turn < len(names) for turn in state.named_predictor_id_to_update_next_for_program_candidate),
-        all(parent is None or 0 <= parent < index for parent, index in older),
-        all(type(entry["i"]) is int for entry in state.full_program_trace),
-        all(type(entry) is CachedEvaluation and type(_score(entry.score)) is float for entry in entries),
-    )
-    if not all(fits):
-        raise ValueError("its parts do not fit together")
-    if "rng_state" in state.adapter_state:  # dspy's adapter takes it up
-        random.Random().setstate(state.adapter_state["rng_state"])
-    return state
+    with _reading(path, runs_code) as data:
+        if (data.get("validation_schema_version") or 0) < 2:
+            GEPAState._migrate_from_legacy_state_v0(data)  # pyright: ignore[reportPrivateUsage]
+        GEPAState._upgrade_state_dict(data)  # pyright: ignore[reportPrivateUsage]
+        _State.model_validate(data, strict=True)
+        state = GEPAState[Any, Any].__new__(GEPAState)
+        vars(state).update({name: value for name, value in data.items() if name in _State.model_fields})
+        candidates, names = state.program_candidates, state.list_of_named_predictors
+        cache = state.evaluation_cache
+        entries: list[Any] = [] if cache is None else list(cache._cache.values())  # pyright: ignore[reportPrivateUsage]
+        older = [(parent, index) for index, held in enumerate(state.parent_program_for_candidate) for parent in held]
+        fits = (
+            state.is_consistent(),
+            all(set(names) == texts.keys() for texts in candidates),
+            all(0 <= turn < len(names) for turn in state.named_predictor_id_to_update_next_for_program_candidate),
+            all(parent is None or 0 <= parent < index for parent, index in older),
+            all(type(entry["i"]) is int for entry in state.full_program_trace),
+            all(type(entry) is CachedEvaluation and type(_score(entry.score)) is float for entry in entries),
+        )
+        if not all(fits):
+            raise ValueError("its parts do not fit together")
+        if "rng_state" in state.adapter_state:  # dspy's adapter takes it up
+            random.Random().setstate(state.adapter_state["rng_state"])
+        return state
 
 
 def read_checkpoint(run_dir: str | Path) -> History:
     """Read ``gepa_state.bin`` for people. It holds no times, tokens, steps or failures."""
-    candidates, calls = _read(Path(run_dir) / CHECKPOINT, False, _candidates_of)
-    return History(directory=str(run_dir), optimizer="dspy.GEPA", calls=calls, candidates=candidates)
-
-
-def _candidates_of(data: dict[str, Any]) -> tuple[tuple[Candidate, ...], int]:
-    state = _Candidates.model_validate(data, strict=True)
-    columns = (
-        state.program_candidates,
-        state.prog_candidate_val_subscores,
-        state.parent_program_for_candidate,
-        state.num_metric_calls_by_discovery,
-    )
     candidates: list[Candidate] = []
-    for index, (texts, scores, parents, calls) in enumerate(zip(*columns, strict=True)):
-        mean = sum(scores.values()) / len(scores) if scores else None
-        by_example = {id_text(example_id): score for example_id, score in scores.items()}
-        one = Candidate(index, texts, mean, by_example, tuple(parents), step=BEFORE_STEPS, calls=calls, version=index)
-        candidates.append(one)
-    return tuple(candidates), state.total_num_evals
+    with _reading(Path(run_dir) / CHECKPOINT) as data:
+        state = _Candidates.model_validate(data, strict=True)
+        columns = (
+            state.program_candidates,
+            state.prog_candidate_val_subscores,
+            state.parent_program_for_candidate,
+            state.num_metric_calls_by_discovery,
+        )
+        for index, (texts, scores, parents, calls) in enumerate(zip(*columns, strict=True)):
+            mean = sum(scores.values()) / len(scores) if scores else None
+            by_example = {id_text(example_id): score for example_id, score in scores.items()}
+            one = Candidate(
+                index, texts, mean, by_example, tuple(parents), step=BEFORE_STEPS, calls=calls, version=index
+            )
+            candidates.append(one)
+    calls = state.total_num_evals
+    return History(directory=str(run_dir), optimizer="dspy.GEPA", calls=calls, candidates=tuple(candidates))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, cast
@@ -34,30 +33,14 @@ def lm_of(given: Any, name: str) -> Any:
         return given  # dspy's predictors ask nothing else
     if isinstance(given, str):
         return dspy.LM(given)
-    function = _of_prompt(given) if callable(given) else None
-    if function is not None:
-        return dspy.LM(
-            f"function/{getattr(given, '__name__', type(given).__name__)}",
-            engine=_InThread(function),
-            async_engine=_OnLoop(function),
-            cache=False,  # what the function asks, nobody here knows
+    if not callable(given) or not (_takes(given, "") or _takes(given, messages=[])):
+        raise ConfigurationError(
+            f"{name} is {given!r}, expected a dspy.LM, the name of a model, or a function from prompt to reply, both "
+            "text."
         )
-    raise ConfigurationError(
-        f"{name} is {given!r}, expected a dspy.LM, the name of a model, or a function from prompt to reply, both text."
-    )
-
-
-def _of_prompt(given: Callable[..., Any]) -> Callable[[str], Any] | None:
-    """What is given as a function of the prompt; None where it can be called neither with it nor with messages."""
-
-    @functools.wraps(given, updated=())
-    def with_messages(prompt: str) -> Any:
-        return given(messages=[{"role": "user", "content": prompt}])
-
-    takes_messages = _takes(given, messages=[])
-    if _takes(given, "") and not (takes_messages and not _takes(given, "", messages=[])):
-        return given
-    return with_messages if takes_messages else None
+    model = f"function/{getattr(given, '__name__', type(given).__name__)}"
+    # What the function asks, nobody here knows: no cache.
+    return dspy.LM(model, engine=_InThread(given), async_engine=_OnLoop(given), cache=False)
 
 
 def _takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
@@ -73,17 +56,37 @@ def _takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 class _InThread:
     """dspy's engine contract: calls the function where the LM is called, which is in a thread."""
 
-    def __init__(self, function: Callable[[str], Any]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        self._by_messages = _takes(function, messages=[]) and not _takes(function, "", messages=[])
+
+    def call(self, request: Request) -> Any:
+        """Call the function with the whole prompt as one text."""
+        prompt = "\n\n".join(filter(None, [str(request.system or ""), *(message.text for message in request.messages)]))
+        return (
+            self.function(messages=[{"role": "user", "content": prompt}])
+            if self._by_messages
+            else self.function(prompt)
+        )
+
+    def response(self, reply: Any) -> Response:
+        """Return the function's reply, which may be in a list."""
+        if isinstance(reply, list) and len(cast("list[Any]", reply)) == 1:
+            reply = reply[0]
+        if not isinstance(reply, str):
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            raise NoTextError(f"{name} returned {reply!r:.200}, expected the reply as text.")
+        message = Message.assistant([TextPart(reply)])
+        return Response(id=None, model="function", message=message, finish_reason="stop", usage=Usage())
 
     def complete(self, request: Request) -> Response:
         """Return the function's reply; a coroutine function runs on a loop of its own."""
-        reply = self.function(_prompt_of(request))
+        reply = self.call(request)
 
         async def awaited() -> Any:
             return await reply
 
-        return _response(self.function, asyncio.run(awaited()) if inspect.isawaitable(reply) else reply)
+        return self.response(asyncio.run(awaited()) if inspect.isawaitable(reply) else reply)
 
 
 class _OnLoop(_InThread):
@@ -91,20 +94,5 @@ class _OnLoop(_InThread):
 
     async def complete(self, request: Request) -> Response:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the function's reply."""
-        reply = await asyncio.to_thread(self.function, _prompt_of(request))
-        return _response(self.function, await reply if inspect.isawaitable(reply) else reply)
-
-
-def _prompt_of(request: Request) -> str:
-    """Join the whole prompt to one text."""
-    return "\n\n".join(filter(None, [str(request.system or ""), *(message.text for message in request.messages)]))
-
-
-def _response(function: Callable[..., Any], reply: Any) -> Response:
-    if isinstance(reply, list) and len(cast("list[Any]", reply)) == 1:
-        reply = reply[0]
-    if not isinstance(reply, str):
-        name = getattr(function, "__name__", type(function).__name__)
-        raise NoTextError(f"{name} returned {reply!r:.200}, expected the reply as text.")
-    message = Message.assistant([TextPart(reply)])
-    return Response(id=None, model="function", message=message, finish_reason="stop", usage=Usage())
+        reply = await asyncio.to_thread(self.call, request)
+        return self.response(await reply if inspect.isawaitable(reply) else reply)

@@ -175,20 +175,6 @@ def check_metric(metric: MetricFn) -> None:
         ) from error
 
 
-def no_score(metric: str, returned: Any, example: Any) -> Exception:
-    """Make the error to raise for what is no score."""
-    kind = ValueError if isinstance(returned, float) else TypeError
-    return kind(
-        f"metric {metric} returned {returned!r:.200} for the example {example!r:.500}, expected a finite number, or a "
-        "dspy.Prediction with a score that is one."
-    )
-
-
-def is_coroutine_metric(metric: MetricFn) -> bool:
-    """Whether a metric is an ``async def`` function, or an object whose ``__call__`` is one."""
-    return inspect.iscoroutinefunction(metric) or inspect.iscoroutinefunction(getattr(metric, "__call__", None))  # noqa: B004
-
-
 def name_of(code: Any) -> str:
     """Name a user's function, or the class of a callable object, for a message."""
     return str(getattr(code, "__qualname__", None) or type(code).__qualname__)
@@ -206,7 +192,8 @@ class Metric:
         self._turn = anyio.Lock() if lock else nullcontext()
         self._function = function
         self._threads = threads
-        self._coroutine = is_coroutine_metric(function)
+        call = getattr(function, "__call__", None)  # noqa: B004
+        self._coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
         self._declared, self._padding = _arguments_of(function)
 
     async def score(self, example: Any, prediction: Any, *, scoring_trace: Any = None, flex: bool = False) -> Any:

@@ -6,9 +6,10 @@ metric call. Once an attempt of a kind has succeeded, what fails later is a matt
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -60,6 +61,22 @@ class Failure:
     """The provider refused the request."""
 
 
+@dataclass(slots=True)
+class _FirstAttempts:
+    """The failures of the first attempts of a kind: with one message ``enough_alike`` end the run, else ``enough``,
+    since what differs may depend on the data."""
+
+    enough: int
+    enough_alike: int
+    failures: list[Failure] = field(default_factory=list[Failure])
+
+    def are_alike(self) -> bool:
+        """Say whether as many as end a run have failed, all of them with errors of one type, raised in one line."""
+        messages = {str(failure.error) for failure in self.failures}
+        enough = self.enough_alike if len(messages) == 1 else self.enough
+        return len({failure.at for failure in self.failures}) == 1 and len(self.failures) == enough
+
+
 class Mistakes:
     """Watches the first attempts of each kind, and ends the run where they all fail alike."""
 
@@ -70,12 +87,13 @@ class Mistakes:
         self._watched: dict[Kind, _FirstAttempts] = {}
         self._failed_at = set[tuple[Any, ...]]()
         """Where rollouts on other than training examples failed, while rollouts on these are watched."""
-        self._useless_reflections: int | None = 0
-        """How many of the first reflections were of no use; None when one was, or the warning has been given."""
+        self._useless_reflections: float = 0
+        """How many of the first reflections were of no use; infinite when one was, or the warning has been given."""
 
     def watch_rollouts(self, count: int, traced: bool = False) -> None:
         """Take the next ``count`` rollouts as the first ones; those with a trace are on training examples."""
-        self._watched[Kind.TRAINING_ROLLOUTS if traced else Kind.ROLLOUTS] = _FirstAttempts(count)
+        kind = Kind.TRAINING_ROLLOUTS if traced else Kind.ROLLOUTS
+        self._watched[kind] = _FirstAttempts(count, min(ALIKE, count))
 
     def watch_steps(self) -> None:
         """Watch the first rollouts on training examples, requests for feedback, and reflections."""
@@ -111,53 +129,30 @@ class Mistakes:
         is_elsewhere = kind is Kind.TRAINING_ROLLOUTS and failure is not None and failure.at in self._failed_at
         if first is None or failure is None or is_elsewhere:
             self._watched.pop(kind, None)
-        elif first.record(failure):
-            self._end(f"All of the first {first.failed} {kind.value} failed alike", failure)
-
-    def _end(self, message: str, failure: Failure) -> None:
-        error = failure.error
+            return
+        first.failures.append(failure)
+        if not first.are_alike():
+            return
+        message = f"All of the first {len(first.failures)} {kind.value} failed alike"
+        error = self.error = failure.error
         logger.error("%s: %s", message, error_text(error))
         if failure.refused:
             self.error = RunAbortedError(f"{message}: {error_text(error)}")
             raise self.error from error
         if add_note := getattr(error, "add_note", None):  # Python 3.11
             add_note(message)
-        self.error = error
         raise error
 
     def record_useful_reflection(self) -> None:
         """Record a reflection that proposed something."""
-        self._useless_reflections = None
+        self._useless_reflections = math.inf
         self.record(Kind.REFLECTIONS, None)
 
     def warn_of_useless_reflections(self, error: Exception) -> None:
         """Say once that no reflection was of use, before the run ends with the program that it was given."""
-        if self._useless_reflections is None:
-            return
         self._useless_reflections += 1
         if self._useless_reflections == USELESS:
-            self._useless_reflections = None
             logger.warning("None of the first %d reflections was of use; the last: %.500s", USELESS, error_text(error))
-
-
-class _FirstAttempts:
-    """Counts the failures of the first attempts, and says when they all failed alike.
-
-    Alike is: an error of one type, raised in one line of code. With one message, ``alike`` are enough; else it may
-    depend on the data, and all of them are needed.
-    """
-
-    def __init__(self, count: int, alike: int = ALIKE) -> None:
-        self.failed, self._count, self._alike = 0, count, min(alike, count)
-        self._places, self._messages = set[tuple[Any, ...]](), set[str]()
-
-    def record(self, failure: Failure) -> bool:
-        """Record a failure; True where it is the last that was needed."""
-        self.failed += 1
-        self._places.add(failure.at)
-        self._messages.add(str(failure.error))
-        enough = self._alike if len(self._messages) == 1 else self._count
-        return len(self._places) == 1 and self.failed == enough
 
 
 def error_text(error: BaseException) -> str:

@@ -19,7 +19,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+from collections.abc import Mapping
 from functools import cache
+from inspect import getattr_static
 from typing import Any, cast
 
 import dspy
@@ -36,45 +38,48 @@ logger = logger_named(__name__)
 
 DSPYS_TOOL_CALL: Any = getattr(Tool.__call__, "__wrapped__", Tool.__call__)
 """dspy's own way, without its callbacks."""
+CODE_MODULES = ("CodeAct", "Flex", "ProgramOfThought", "RLM")
+"""dspy's modules that run code in an interpreter and wait for it."""
 
 
-def tools_of(program: Module) -> list[Any]:
-    """List the tools that a program's modules have in their attribute ``tools``, as dspy.ReAct does."""
-    return [tool for _, module in program.named_sub_modules() for tool in _listed(getattr(module, "tools", None))]
+class Placement:
+    """Decides where a student's programs run, and calls them, and their tools, there."""
 
-
-def _listed(tools: Any) -> list[Any]:
-    if isinstance(tools, dict):
-        return list(cast("dict[Any, Any]", tools).values())
-    return list(cast("list[Any]", tools)) if isinstance(tools, list | tuple) else []
-
-
-def is_coroutine_tool(tool: Any) -> bool:
-    """Whether a tool has to be awaited: by its function, what that wraps, or an ``acall`` of its own."""
-    if isinstance(tool, Tool) and type(tool).acall is not Tool.acall:
-        return True
-    function: Any = tool.func if isinstance(tool, Tool) else tool
-    return _is_coroutine_function(function) or _is_coroutine_function(inspect.unwrap(function))
-
-
-def is_blocking_tool(tool: Any) -> bool:
-    """Whether a tool may hold up the loop; the function by which dspy.ReAct says that it has finished does not."""
-    function: Any = tool.func if isinstance(tool, Tool) else tool
-    is_finish = inspect.isfunction(function) and function.__module__ == dspy.ReAct.__module__
-    return callable(function) and not is_finish and not is_coroutine_tool(tool)
-
-
-def _is_coroutine_function(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-class ToolCalls:
-    """Makes the tools of rollouts' copies callable from where these run."""
-
-    def __init__(self, threads: Threads) -> None:
-        self._threads = threads
-        self._warned = False
+    def __init__(self, student: Module, threads: Threads) -> None:
+        self._student, self._threads = student, threads
+        self._is_on_loop: bool | None = None
+        self._has_warned = False
         self._class_for = cache(self._subclass)
+
+    @property
+    def is_on_loop(self) -> bool:
+        """Whether rollouts run on the loop."""
+        if self._is_on_loop is None:
+            self._is_on_loop = runs_on_loop(self._student)
+        return self._is_on_loop
+
+    async def call(self, program: Module, inputs: Mapping[str, Any]) -> Any:
+        """Call a program where it belongs, and return what it returns."""
+        # A module of dspy's warns where it is asked for its forward.
+        has_forward, has_aforward = (getattr_static(program, name, None) for name in ("forward", "aforward"))
+        if self.is_on_loop:
+            try:
+                return await program.acall(**inputs)
+            except NotImplementedError:
+                if not has_forward:
+                    raise
+            dspy.settings.trace.clear()  # what was traced until then is not the program's way
+            if self._is_on_loop:
+                self._is_on_loop = False
+                name = type(program).__name__
+                logger.warning("%s.aforward raises NotImplementedError: rollouts run in threads, by its forward.", name)
+
+        def call() -> Any:
+            if has_forward or not has_aforward or not _is_called_as_dspy_does(program):
+                return program(**inputs)
+            return asyncio.run(program.acall(**inputs))
+
+        return await self._threads.run(call)
 
     def prepare(self, program: Module) -> None:
         """Let a program's tools run where they belong, wherever the program runs; ``program`` is a copy."""
@@ -82,12 +87,11 @@ class ToolCalls:
         def replaced(tool: Any) -> Any:
             kind = type(tool)
             # A class with calls of its own knows what it does.
-            is_dspys = isinstance(tool, Tool) and kind.acall is Tool.acall and kind.__call__ is Tool.__call__
-            if not is_dspys:
+            if not isinstance(tool, Tool) or kind.acall is not Tool.acall or kind.__call__ is not Tool.__call__:
                 return tool
             result = copy.copy(tool)
             # Only the calls change: its function stays what programs and interpreters see.
-            object.__setattr__(result, "__class__", self._class_for(kind, is_blocking_tool(tool)))
+            object.__setattr__(result, "__class__", self._class_for(kind, _is_blocking(tool)))
             return result
 
         modules: list[tuple[str, Any]] = list(program.named_sub_modules())
@@ -103,17 +107,24 @@ class ToolCalls:
         """Make a class of the same name with other calls; dspy's callbacks are told of them as of the tool's own."""
 
         def call(tool: Any, **kwargs: Any) -> Any:
-            if self._is_on_loop():
+            if self._is_called_on_loop():
                 return DSPYS_TOOL_CALL(tool, **kwargs)
             result = tool.func(**tool._validate_and_parse_args(**kwargs))
             if not inspect.iscoroutine(result):
                 return result
-            self._warn_once(tool.name)
+            if not self._has_warned and not dspy.settings.allow_tool_async_sync_conversion:
+                self._has_warned = True
+                logger.warning(
+                    "Tool %s is a coroutine function, in a program that is called synchronously. It is awaited here; "
+                    "where you call the program yourself, use `await program.acall(...)`, or "
+                    "dspy.configure(allow_tool_async_sync_conversion=True), or dspy refuses to call the tool.",
+                    tool.name,
+                )
             return LoopPortal(self._threads.loop).run(result)
 
         async def acall(tool: Any, **kwargs: Any) -> Any:
             arguments = tool._validate_and_parse_args(**kwargs)
-            if self._is_on_loop():
+            if self._is_called_on_loop():
                 result = await self._threads.run(tool.func, **arguments) if blocks else tool.func(**arguments)
                 return await result if inspect.iscoroutine(result) else result
             result = tool.func(**arguments)
@@ -125,7 +136,7 @@ class ToolCalls:
         members: dict[str, Any] = {"__call__": with_callbacks(call), "acall": with_callbacks(acall)}
         return type(kind)(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
 
-    def _is_on_loop(self) -> bool:
+    def _is_called_on_loop(self) -> bool:
         """Whether this is the run's loop; before the run has used a thread, there is no other."""
         try:
             running = asyncio.get_running_loop()
@@ -133,60 +144,21 @@ class ToolCalls:
             return False
         return running is getattr(self._threads, "loop", running)
 
-    def _warn_once(self, name: str) -> None:
-        if not self._warned and not dspy.settings.allow_tool_async_sync_conversion:
-            self._warned = True
-            logger.warning(
-                "Tool %s is a coroutine function, in a program that is called synchronously. It is awaited here; where "
-                "you call the program yourself, use `await program.acall(...)`, or "
-                "dspy.configure(allow_tool_async_sync_conversion=True), or dspy refuses to call the tool.",
-                name,
-            )
+
+def _is_coroutine_tool(tool: Any) -> bool:
+    """Whether a tool has to be awaited: by its function, what that wraps, or an ``acall`` of its own."""
+    if isinstance(tool, Tool) and type(tool).acall is not Tool.acall:
+        return True
+    function: Any = tool.func if isinstance(tool, Tool) else tool
+    forms = (form for one in (function, inspect.unwrap(function)) for form in (one, getattr(one, "__call__", None)))  # noqa: B004
+    return any(map(inspect.iscoroutinefunction, forms))
 
 
-CODE_MODULES = ("CodeAct", "Flex", "ProgramOfThought", "RLM")
-"""dspy's modules that run code in an interpreter and wait for it."""
-
-
-class Placement:
-    """Decides where the rollouts of one student run, and calls its programs there."""
-
-    def __init__(self, student: Module, threads: Threads) -> None:
-        self._student, self._threads = student, threads
-        self._is_on_loop: bool | None = None
-
-    @property
-    def is_on_loop(self) -> bool:
-        """Whether rollouts run on the loop."""
-        if self._is_on_loop is None:
-            self._is_on_loop = runs_on_loop(self._student)
-        return self._is_on_loop
-
-    async def call(self, program: Module, inputs: dict[str, Any]) -> Any:
-        """Call a program where it belongs, and return what it returns."""
-        if self.is_on_loop:
-            try:
-                return await program.acall(**inputs)
-            except NotImplementedError:
-                if not _has(program, "forward"):
-                    raise
-            dspy.settings.trace.clear()  # what was traced until then is not the program's way
-            if self._is_on_loop:
-                self._is_on_loop = False
-                name = type(program).__name__
-                logger.warning("%s.aforward raises NotImplementedError: rollouts run in threads, by its forward.", name)
-        return await self._threads.run(_call, program, inputs)
-
-
-def _call(program: Module, inputs: dict[str, Any]) -> Any:
-    """Call a program in a thread; one without a ``forward`` on a loop of its own."""
-    if _has(program, "forward") or not _has(program, "aforward") or not _is_called_as_dspy_does(program):
-        return program(**inputs)
-    return asyncio.run(program.acall(**inputs))
-
-
-def _has(program: Module, name: str) -> bool:
-    return name in vars(program) or any(name in vars(kind) for kind in type(program).__mro__)
+def _is_blocking(tool: Any) -> bool:
+    """Whether a tool may hold up the loop; the function by which dspy.ReAct says that it has finished does not."""
+    function: Any = tool.func if isinstance(tool, Tool) else tool
+    is_finish = inspect.isfunction(function) and function.__module__ == dspy.ReAct.__module__
+    return callable(function) and not is_finish and not _is_coroutine_tool(tool)
 
 
 def runs_on_loop(program: Module) -> bool:
@@ -196,19 +168,20 @@ def runs_on_loop(program: Module) -> bool:
     overrides only ``forward`` or ``__call__`` inherits what would skip that code. Every LM that it may call (its
     predictors' own, else the configured one) must answer asynchronously. And what is known to block must
     not be in it: code interpreters wait, and dspy calls a tool that is no coroutine function on the loop. Beside a
-    coroutine tool, which has to be awaited, such tools run in threads: see :class:`~.placement.ToolCalls`.
+    coroutine tool, which has to be awaited, such tools run in threads: see :meth:`Placement.prepare`.
     """
-    tools, own_lms = tools_of(program), [getattr(predictor, "lm", None) for predictor in program.predictors()]
+    tools, modules = list[Any](), list(program.named_sub_modules())
+    for _, module in modules:
+        listed: Any = getattr(module, "tools", None)  # dspy.ReAct has its tools there
+        tools += listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list | tuple) else ()
+    kinds = {kind for _, module in modules for kind in type(module).__mro__}
+    own_lms = [getattr(predictor, "lm", None) for predictor in program.predictors()]
     return (
         has_own_aforward(program)
         and all(answers_asynchronously(lm) for lm in [*own_lms, dspy.settings.lm] if lm is not None)
-        and not any(_runs_code(module) for _, module in program.named_sub_modules())
-        and (any(map(is_coroutine_tool, tools)) or not any(map(is_blocking_tool, tools)))
+        and not any(kind.__name__ in CODE_MODULES and kind.__module__.startswith("dspy.") for kind in kinds)
+        and (any(map(_is_coroutine_tool, tools)) or not any(map(_is_blocking, tools)))
     )
-
-
-def _runs_code(module: Any) -> bool:
-    return any(kind.__name__ in CODE_MODULES and kind.__module__.startswith("dspy.") for kind in type(module).__mro__)
 
 
 def has_own_aforward(program: Module) -> bool:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -32,10 +31,10 @@ from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.programs.building import PARSER_ERROR, TRIES, StudentAdapter
 from dspy_flashevolve.programs.faults import LmCalls, raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.lm import LanguageModels
-from dspy_flashevolve.programs.metric import FaultyReply, Metric, fault_in, no_score
+from dspy_flashevolve.programs.metric import FaultyReply, Metric, fault_in
 from dspy_flashevolve.programs.mistakes import Failure, Kind, Mistakes, error_text
-from dspy_flashevolve.programs.placement import Placement, ToolCalls
-from dspy_flashevolve.programs.records import RolloutRecords
+from dspy_flashevolve.programs.placement import Placement
+from dspy_flashevolve.programs.records import MAX_READY, RolloutRecords
 from dspy_flashevolve.programs.reflection import ReflectionRunner
 from dspy_flashevolve.programs.usage import Usage, cost_of, counting_usage, tokens_of
 
@@ -44,31 +43,11 @@ T = TypeVar("T")
 
 logger = logger_named(__name__)
 
-MAX_READY = 64
-"""Programs that are kept ready; older ones are built again when they are needed. A round number, above the 48 steps
-that are live at 64 slots: with half, programs of one generation push each other out; a program is a few kB."""
 SHOWN_CHARACTERS = 300
 """Of a reply that could not be read, in the log: a few lines."""
 RECORDED = 8
 """First rollouts in which all LM calls are recorded, to tell whether the program, or its metric, calls LMs that the run
 does not pace. Recording takes a tenth of a millisecond for each call of a module, so it ends where none is found."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What a program came to: the prediction and its trace, or the error that ended it. A reply that could not be read
-    may be both."""
-
-    prediction: Any
-    trace: list[Any]
-    error: Exception | None = None
-
-    @property
-    def unreadable(self) -> str:
-        """The adapter that could not read a reply, and the beginning of that; empty where that was not the error."""
-        if not isinstance(self.error, AdapterParseError):
-            return ""
-        return f"{self.error.adapter_name}: {(self.error.lm_response or '')!r:.{SHOWN_CHARACTERS}}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,31 +62,15 @@ class Attempt:
 
 @dataclass(slots=True)
 class _ReadyProgram:
-    """A candidate's program, which its rollouts share."""
+    """A candidate's program, which its rollouts share, the histories of its modules, and how many rollouts run now."""
 
     program: Module
     histories: list[list[Any]]
     rollouts: int = field(default=0, init=False)
 
-    @contextmanager
-    def rollout(self) -> Generator[Module, None, None]:
-        self.rollouts += 1
-        try:
-            yield self.program
-        finally:
-            self.rollouts -= 1
-            if not self.rollouts:
-                for history in self.histories:
-                    history.clear()
-
 
 MakeRollout = Callable[[dict[str, str], dspy.Example, bool, Usage], Awaitable[Attempt]]
 """Makes a rollout of a candidate on an example, with a trace where that is True, and adds what its LMs used."""
-
-
-def _on(example: Any, failure_score: float) -> str:
-    """Say which example a warning is about, and what it gets."""
-    return f" (failure_score={failure_score:g}; the example: {example!r:.200})"
 
 
 class ProgramRunner:
@@ -142,7 +105,7 @@ class ProgramRunner:
         """How its rollouts are written down."""
         self._ready: OrderedDict[tuple[tuple[str, str], ...], _ReadyProgram | Exception] = OrderedDict()
         self._building = anyio.Lock()
-        self._placement, self._tools = Placement(adapter.student, threads), ToolCalls(threads)
+        self._placement = Placement(adapter.student, threads)
         self._left_to_record: float = RECORDED
         """Rollouts in which all LM calls are to be recorded; infinite once an LM was called that the run does not
         pace."""
@@ -182,8 +145,9 @@ class ProgramRunner:
         if attempt.unreadable:
             if not self.unreadable:
                 logger.warning(
-                    "A reply does not fit the format of %s: a failure, as all that follow, which are not shown%s",
-                    attempt.unreadable, _on(example, self.adapter.failure_score),
+                    "A reply does not fit the format of %s: a failure, as all that follow, which are not shown "
+                    "(failure_score=%g; the example: %.200r)",
+                    attempt.unreadable, self.adapter.failure_score, example,
                 )  # fmt: skip
             self.unreadable += 1
         return replace(attempt.rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
@@ -195,13 +159,20 @@ class ProgramRunner:
         ready = await self._ready_program(candidate)
         if isinstance(ready, Exception):
             return Attempt(Rollout(None, self.adapter.failure_score))
-        with recording_lm_calls(only_paced=self._left_to_record <= 0) as calls, ready.rollout() as program:
-            outcome = await self._run(program, example, calls)
-            if dspy.settings.track_usage and isinstance(outcome.prediction, dspy.Prediction):
-                outcome.prediction.set_lm_usage(usage.get_total_tokens())
-            attempt = await self._score(example, outcome, capture_traces, calls)
+        ready.rollouts += 1
+        try:
+            with recording_lm_calls(only_paced=self._left_to_record <= 0) as calls:
+                prediction, trace, error = await self._run(ready.program, example, calls)
+                if dspy.settings.track_usage and isinstance(prediction, dspy.Prediction):
+                    prediction.set_lm_usage(usage.get_total_tokens())
+                attempt = await self._score(example, prediction, trace, error, capture_traces, calls)
+        finally:
+            ready.rollouts -= 1
+            if not ready.rollouts:
+                for history in ready.histories:
+                    history.clear()
         self._left_to_record = self._left_to_record - 1 if calls.only_paced else math.inf
-        return replace(attempt, unreadable=outcome.unreadable)
+        return attempt
 
     async def _ready_program(self, candidate: dict[str, str]) -> _ReadyProgram | Exception:
         """Return a candidate's program, or why there is none. One is built at a time, each once."""
@@ -223,102 +194,109 @@ class ProgramRunner:
             return error
         if self._models is not None:
             self._models.pace_in(program)
-        self._tools.prepare(program)
+        self._placement.prepare(program)
         modules: list[tuple[str, Any]] = list(program.named_sub_modules())
         return _ReadyProgram(program, [module.history for _, module in modules])
 
-    async def _run(self, program: Module, example: dspy.Example, calls: LmCalls, tries: int = TRIES) -> _Outcome:
+    async def _run(
+        self, program: Module, example: dspy.Example, calls: LmCalls, tries: int = TRIES
+    ) -> tuple[Any, list[Any], Exception | None]:
+        """Return the prediction and its trace, and the error that ended the program; a reply that could not be read
+        may be both a prediction and an error."""
         inputs: dict[str, Any] = {}
         trace: list[Any] = []
         with dspy.context(trace=trace):
             try:
                 inputs = dict(example.inputs())
-                prediction = await self._placement.call(program, inputs)
-            except asyncio.CancelledError as error:
+                return await self._placement.call(program, inputs), list(trace), None
+            except asyncio.CancelledError as cancelled:
                 if is_being_cancelled():
                     raise  # the run is being cancelled, not the program by itself
-                return self._crash(trace, RuntimeError(f"the program was cancelled: {error}"), calls)
-            except AdapterParseError as error:
-                return self._parse_failure(program, inputs, trace, error)
-            except Exception as error:
-                if PARSER_ERROR in str(error) and tries > 1:
+                error: Exception = RuntimeError(f"the program was cancelled: {cancelled}")
+            except AdapterParseError as unreadable:
+                # One that lacks some of its fields, or has one of another type, makes dspy.GEPA fail over it, and drop
+                # the example; here it is reflected on where the user asked for it.
+                predictor = next(
+                    (part for part in program.predictors() if part.signature == unreadable.signature), None
+                )
+                is_shown = self.adapter.add_format_failure_as_feedback or not unreadable.parsed_result
+                if predictor is None or not is_shown:
+                    return None, [], unreadable
+                failed = FailedPrediction(unreadable.lm_response or "", self.adapter.failure_score)
+                shown = failed
+                if unreadable.parsed_result:
+                    shown = FaultyReply(failed.completion_text, failed.format_reward, fault_in(unreadable))
+                return failed, [*trace, (predictor, inputs, shown)], unreadable
+            except Exception as raised:
+                if PARSER_ERROR in str(raised) and tries > 1:
                     return await self._run(program, example, calls, tries - 1)
-                return self._crash(trace, error, calls)
-        return _Outcome(prediction, list(trace))
-
-    def _parse_failure(
-        self, program: Module, inputs: dict[str, Any], trace: list[Any], error: AdapterParseError
-    ) -> _Outcome:
-        """Make of a reply that did not fit the format what can be reflected on.
-
-        One that lacks some of its fields, or has one of another type, makes dspy.GEPA fail over it, and drop the
-        example; here it is reflected on where the user asked for it.
-        """
-        predictor = next((part for part in program.predictors() if part.signature == error.signature), None)
-        wanted = self.adapter.add_format_failure_as_feedback or not error.parsed_result
-        if predictor is None or not wanted:
-            return _Outcome(None, [], error)
-        text, score = error.lm_response or "", self.adapter.failure_score
-        shown = FaultyReply(text, score, fault_in(error)) if error.parsed_result else FailedPrediction(text, score)
-        return _Outcome(FailedPrediction(text, format_reward=score), [*trace, (predictor, inputs, shown)], error)
-
-    def _crash(self, trace: list[Any], error: Exception, calls: LmCalls) -> _Outcome:
+                error = raised
         raise_provider_fault(error, calls.errors)
         if not self._flex:
-            return _Outcome(None, [], error)
+            return None, [], error
         # The candidate wrote this code: what it raises is worth reflecting on, as in dspy.GEPA.
         logger.warning("Program raised on an example: %s", error_text(error))
-        return _Outcome(FailedPrediction(error_text(error)), list(trace))
+        return FailedPrediction(error_text(error)), list(trace), None
 
-    async def _score(self, example: Any, outcome: _Outcome, capture_traces: bool, calls: LmCalls) -> Attempt:
-        failure_score = self.adapter.failure_score
-        if isinstance(outcome.prediction, FailedPrediction):
-            if not (capture_traces or self._flex):
-                return Attempt(self.failed_rollout("The program's reply could not be read.", capture_traces))
-            return Attempt(self._scored_rollout(example, outcome, failure_score))
-        if outcome.error is not None:
-            reason = error_text(outcome.error)
-            if not outcome.unreadable:
-                logger.warning("Example scored as a failure: %s%s", reason, _on(example, failure_score))
-            failed = self.failed_rollout(f"The program failed: {reason}", capture_traces)
-            return Attempt(failed, self.mistakes.failure(outcome.error, calls.errors))
-        try:
-            returned = await self._metric.score(
-                example, outcome.prediction, scoring_trace=outcome.trace, flex=self._flex
-            )
-        except FlashEvolveError:
-            raise  # ours, not the metric's: the journal that could not note the call, say
-        except Exception as error:
-            raise_provider_fault(error, calls.errors)
-            reason = error_text(error)
-            logger.warning(
-                "Metric %s raised on an example: %s%s", self._metric.name, reason, _on(example, failure_score)
-            )
-            if self._flex:
-                return Attempt(self._scored_rollout(example, outcome, failure_score))
-            failed = self.failed_rollout(f"The program answered, but the metric failed: {reason}", capture_traces)
-            return Attempt(failed, self.mistakes.failure(error, calls.errors))
-        return Attempt(self._scored_rollout(example, outcome, returned))
+    async def _score(
+        self,
+        example: Any,
+        prediction: Any,
+        trace: list[Any],
+        error: Exception | None,
+        capture_traces: bool,
+        calls: LmCalls,
+    ) -> Attempt:
+        failure_score, unreadable = self.adapter.failure_score, ""
+        if isinstance(error, AdapterParseError):
+            unreadable = f"{error.adapter_name}: {(error.lm_response or '')!r:.{SHOWN_CHARACTERS}}"
+        if isinstance(prediction, FailedPrediction):
+            rollout = self.failed_rollout("The program's reply could not be read.", capture_traces)
+            if capture_traces or self._flex:
+                rollout = self._scored_rollout(example, prediction, trace, failure_score)
+            return Attempt(rollout, unreadable=unreadable)
+        message, said = "Example scored as a failure: %s", "The program failed"
+        if error is None:
+            try:
+                returned = await self._metric.score(example, prediction, scoring_trace=trace, flex=self._flex)
+            except FlashEvolveError:
+                raise  # ours, not the metric's: the journal that could not note the call, say
+            except Exception as raised:
+                raise_provider_fault(raised, calls.errors)
+                error, said = raised, "The program answered, but the metric failed"
+                message = f"Metric {self._metric.name} raised on an example: %s"
+            else:
+                return Attempt(self._scored_rollout(example, prediction, trace, returned))
+        if not unreadable:
+            message += " (failure_score=%g; the example: %.200r)"
+            logger.warning(message, error_text(error), failure_score, example)
+            if self._flex:  # the metric's error
+                return Attempt(self._scored_rollout(example, prediction, trace, failure_score))
+        failed = self.failed_rollout(f"{said}: {error_text(error)}", capture_traces)
+        return Attempt(failed, self.mistakes.failure(error, calls.errors), unreadable)
 
     def failed_rollout(self, error: str, capture_traces: bool) -> Rollout:
         """Return a rollout that failed, with the reason."""
         return Rollout(None if capture_traces else dspy.Prediction(), self.adapter.failure_score, error=error)
 
-    def _scored_rollout(self, example: Any, outcome: _Outcome, returned: Any) -> Rollout:
+    def _scored_rollout(self, example: Any, prediction: Any, trace: list[Any], returned: Any) -> Rollout:
         score, objectives = returned, dict[str, float]()
         if isinstance(returned, dspy.Prediction):
             score, objectives = returned.get("score"), dict(returned.get("objective_scores") or {})
-        if not self._finite and not _is_number(score):
-            raise no_score(self._metric.name, returned, example)
-        if self._finite and score is not None and not _is_number(score):
+        if not _is_number(score) and not (self._finite and score is None):
+            if not self._finite:
+                kind = ValueError if isinstance(returned, float) else TypeError
+                raise kind(
+                    f"metric {self._metric.name} returned {returned!r:.200} for the example {example!r:.500}, expected "
+                    "a finite number, or a dspy.Prediction with a score that is one."
+                )
             logger.warning("Metric %s gave %r, expected a finite number: a failure.", self._metric.name, score)
             score = None
-        trajectory = {"example": example, "prediction": outcome.prediction, "trace": outcome.trace, "score": returned}
         return Rollout(
-            output=outcome.prediction,
+            output=prediction,
             score=self.adapter.failure_score if score is None else _as_number(score),
             objective_scores={name: _as_number(value) for name, value in objectives.items()},
-            trajectory=trajectory,
+            trajectory={"example": example, "prediction": prediction, "trace": trace, "score": returned},
         )
 
 
@@ -349,29 +327,27 @@ async def announce_evaluation(
         program = await threads.run(adapter.build_program, candidate)
     except (SyntaxError, CodeInterpreterError):  # its rollouts will say so
         program = adapter.student
-    evaluations: list[T] = []
-
-    async def rows() -> list[tuple[Any, ...]]:
-        evaluations.append(await evaluate())
-        return [(example, *result) for example, result in zip(examples, results(evaluations[0]), strict=True)]
-
     announced = _AnnouncedEvaluation(
-        rows,
+        evaluate,
+        results,
         devset=list(examples),
         metric=adapter.metric_fn,
         num_threads=adapter.num_threads,
         failure_score=adapter.failure_score,
     )
     await announced(program, callback_metadata={"metric_key": "eval_full"})
-    return evaluations[0]
+    return announced.evaluation
 
 
 class _AnnouncedEvaluation(dspy.Evaluate):
     """An evaluation as dspy's callbacks know it, made by the run."""
 
-    def __init__(self, rows: Callable[[], Awaitable[list[tuple[Any, ...]]]], **options: Any) -> None:
+    def __init__(
+        self, evaluate: Callable[[], Awaitable[Any]], rows: Callable[[Any], Sequence[tuple[Any, float]]], **options: Any
+    ) -> None:
         super().__init__(**options)
-        self._rows = rows
+        self._evaluate, self._rows = evaluate, rows
+        self.evaluation: Any = None
 
     @with_callbacks
     async def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -387,6 +363,6 @@ class _AnnouncedEvaluation(dspy.Evaluate):
         save_as_json: str | None = None,
     ) -> EvaluationResult:
         # Callbacks are given the arguments by their names: the signature is that of dspy.Evaluate.
-        rows: Any = await self._rows()
-        score = 100 * sum(row[-1] for row in rows) / len(rows)
-        return EvaluationResult(round(score, 2), rows)
+        self.evaluation = await self._evaluate()
+        results: Any = [(example, *row) for example, row in zip(self.devset, self._rows(self.evaluation), strict=True)]
+        return EvaluationResult(round(100 * sum(row[-1] for row in results) / len(results), 2), results)

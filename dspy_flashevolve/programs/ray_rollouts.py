@@ -23,10 +23,8 @@ import inspect
 import logging
 import os
 import re
-import threading
 from collections.abc import AsyncGenerator, Mapping
-from concurrent.futures import Future
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -36,9 +34,8 @@ from typing import Any
 import anyio
 import cloudpickle
 import dspy
-from dspy.clients.cache import Cache
 
-from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, TransientError
+from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, TransientError, check_counts
 from dspy_flashevolve.engine.events import ActorLost
 from dspy_flashevolve.engine.provider import Attempts, Provider
 from dspy_flashevolve.engine.redaction import without_secrets
@@ -69,6 +66,8 @@ WAIT_SECONDS = 30.0
 seconds, and a user who waits longer without a word looks for a mistake."""
 SPARE_CALLS = 8
 """Calls that an actor takes beside those for rollouts: cancellations and ``load``. A round number; others wait."""
+MOST_DEPTH = 6
+"""Attributes within attributes in which the part that cannot be pickled is looked for. Not tuned."""
 SHOWN_CHARACTERS = 500
 """Of Ray's messages, which hold whole tracebacks, so much is shown."""
 OF_THE_CALLER = (
@@ -111,14 +110,7 @@ class RayRollouts:
     cpus: int = 1
 
     def __post_init__(self) -> None:
-        if self.address is not None and not isinstance(self.address, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f"RayRollouts: address is {self.address!r}, expected a text, or None.")
-        for name in ("actors", "cpus"):
-            count = getattr(self, name)
-            if count is None and name == "actors":
-                continue
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ConfigurationError(f"RayRollouts: {name} is {count!r}, expected a whole number of at least 1.")
+        check_counts(actors=self.actors, cpus=self.cpus)
         if find_spec("ray") is None:
             raise ConfigurationError(
                 "RayRollouts needs Ray, which is not installed: pip install 'dspy-flashevolve[ray]'."
@@ -161,32 +153,27 @@ class RolloutActor:
         self._scopes: dict[int, anyio.CancelScope] = {}
         self._step: Any = SimpleNamespace(number=0, version=0, value=0.0)  # stands for the one that asks
 
-    async def load(
-        self, programs: list[bytes], settings: bytes, variables: dict[str, str], cache: dict[str, Any], slots: int
-    ) -> str:
+    async def load(self, programs: list[bytes], settings: bytes, variables: dict[str, str], slots: int) -> str:
         """Load what is sent, unless that is done, and return what went wrong, else nothing."""
         if self._runners:
             return ""
         for name, value in variables.items():
             os.environ.setdefault(name, value)
-        with suppress(Exception):  # a folder that cannot be written here: then dspy's own
-            dspy.configure_cache(**cache)
-        self._run = EvolutionRun(name="rollouts", stages={"rollout": ["lm"]}, slots=slots)
-        self._run.clock.attach()
-        self._models = LanguageModels(self._run.providers, self._run.redaction, once=True)
+        run = self._run = EvolutionRun(name="rollouts", stages={"rollout": ["lm"]}, slots=slots)
+        run.clock.attach()
+        self._models = LanguageModels(run.providers, run.redaction, once=True)
         self._models.attach(asyncio.get_running_loop())
         try:
             dspy.configure(**cloudpickle.loads(settings))
             self._models.pace(dspy.settings.lm)
-            self._runners = [self._runner(**cloudpickle.loads(program)) for program in programs]
+            for program in programs:
+                student, metric, failure_score, lock, finite = cloudpickle.loads(program)
+                adapter = StudentAdapter(student, metric, feedback_map={}, failure_score=failure_score)
+                scorer = Metric(metric, run.threads, lock)
+                self._runners.append(ProgramRunner(adapter, scorer, run.threads, self._models, finite))
         except Exception as error:
-            return self._run.redaction.redact(f"{type(error).__name__}: {error}")
+            return run.redaction.redact(f"{type(error).__name__}: {error}")
         return ""
-
-    def _runner(self, student: Any, metric: Any, lock: bool, failure_score: float, finite: bool) -> ProgramRunner:
-        adapter = StudentAdapter(student, metric, feedback_map={}, failure_score=failure_score)
-        scorer = Metric(metric, self._run.threads, lock)
-        return ProgramRunner(adapter, scorer, self._run.threads, self._models, finite)
 
     async def rollout(
         self, number: int, program: int, candidate: dict[str, str], example: bytes, traced: bool
@@ -254,33 +241,25 @@ def _sendable(error: BaseException) -> Any:
 
 
 def _pickled(value: Any, name: str) -> bytes:
-    """What actors need, pickled.
+    """Pickle what actors need.
 
     Raises:
-        ConfigurationError: it cannot be; the message names the part of it that is the reason.
+        ConfigurationError: it cannot be; the message names the part of it that is the reason, as far as attributes,
+            items and closures lead to it.
     """
     try:
         return cloudpickle.dumps(value)
     except Exception as error:
+        parts: Any = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        if inspect.isfunction(value):
+            read = inspect.getclosurevars(value)
+            parts = {**read.nonlocals, **read.globals}
+        for key, part in parts.items() if name.count(".") < MOST_DEPTH else ():
+            _pickled(part, f"{name}.{key}")
         raise ConfigurationError(
-            f"{_culprit(value, name)} cannot be pickled ({type(error).__name__}: {error}), which rollouts in other "
-            "processes need. Make it where it is used, or leave it out of the pickle (define __getstate__ and "
-            "__setstate__)."
+            f"{name} cannot be pickled ({type(error).__name__}: {error}), which rollouts in other processes need. Make "
+            "it where it is used, or leave it out of the pickle (define __getstate__ and __setstate__)."
         ) from error
-
-
-def _culprit(value: Any, name: str, depth: int = 5) -> str:
-    """The innermost part that cannot be pickled, as far as attributes, items and closures lead to it."""
-    parts: Any = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    if inspect.isfunction(value):
-        read = inspect.getclosurevars(value)
-        parts = {**read.nonlocals, **read.globals}
-    for key, part in parts.items() if depth else ():
-        try:
-            cloudpickle.dumps(part)
-        except Exception:
-            return _culprit(part, f"{name}.{key}", depth - 1)
-    return name
 
 
 @dataclass(eq=False, slots=True)
@@ -302,17 +281,20 @@ class Actors:
         self._programs: list[bytes] = []
         self._actors: list[_Actor] = []
         self._suspects: list[_Actor] = []
+        """At most one: it makes one rollout at a time, of those that may have ended the process in which they ran."""
         self._suspects_turn = anyio.Lock()
         self._calls = 0
         self._ray: Any = None
         self._create: Any = None
         self._shipped: list[Any] = []
-        self._loss_errors: tuple[type[Exception], ...] = ()
 
     def rollout_maker(self, adapter: StudentAdapter, metric_lock: bool, finite: bool = False) -> MakeRollout:
-        """What makes the rollouts of a program; before :meth:`opened`."""
-        parts = {"student": adapter.student, "metric": adapter.metric_fn, "failure_score": adapter.failure_score}
-        self._programs.append(_pickled({**parts, "lock": metric_lock, "finite": finite}, "program"))
+        """Return what makes the rollouts of a program; before :meth:`opened`."""
+        parts = {"student": adapter.student, "metric": adapter.metric_fn}
+        for name, part in parts.items():
+            _pickled(part, f"program.{name}")  # an error names the part
+        program = *parts.values(), adapter.failure_score, metric_lock, finite
+        self._programs.append(_pickled(program, "program"))
         lms = [getattr(predictor, "lm", None) or self._lm for predictor in adapter.student.predictors()]
         names = sorted({endpoint_of(lm) for lm in lms if lm is not None}) or ["rollouts"]
         provider = self._run.providers.provider(names[0])
@@ -323,19 +305,42 @@ class Actors:
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[None, None]:
         """The actors are there inside; after it, none is."""
-        threads = self._run.threads
-        with anyio.CancelScope(shield=True):  # what has begun there would not be ended
-            self._ray = await threads.run(_connect, self, self._options.address)
+        import ray  # pyright: ignore[reportMissingImports]
+
+        threads, self._ray = self._run.threads, ray
+        is_ours = not ray.is_initialized()
         try:
+            with anyio.CancelScope(shield=True):  # what has begun there would not be ended
+                if is_ours:
+                    await threads.run(self._connect)
             for _ in range(await threads.run(self._ship)):
                 self._start(self._actors, self._options.cpus)
             await self._free(self._actors)  # the others come when they come
             yield
         finally:
-            for actor in [*self._actors, *self._suspects]:
+            actors = [*self._actors, *self._suspects]
+            for actor in actors:
                 actor.ready.cancel()
             with anyio.CancelScope(shield=True):
-                await threads.run(self._end)
+                for actor in actors:
+                    with suppress(Exception):  # it is gone already
+                        await threads.run(ray.kill, actor.handle, no_restart=True)
+                if is_ours:
+                    await threads.run(ray.shutdown)
+
+    def _connect(self) -> None:
+        address = self._options.address or "local"
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        dashboard = None if self._options.address else False
+        init = partial(self._ray.init, address, include_dashboard=dashboard, logging_level=logging.ERROR)
+        try:
+            try:
+                init()
+            except ConnectionAbortedError:  # a busy head has not begun its server for this client in time
+                init()
+        except Exception as error:
+            at = without_secrets(address)
+            raise ConfigurationError(f"RayRollouts: Ray could not be reached at address={at!r}: {error}") from error
 
     def _ship(self) -> int:
         """Send what actors need, and say how many there are to be."""
@@ -347,27 +352,11 @@ class Actors:
                 "would wait for ever. Give fewer actors or cpus, or ray.init(num_cpus=...) before."
             )
         variables = {name: value for name, value in os.environ.items() if SHIPPED_VARIABLES.search(name)}
-        kept_by = ("enable_disk_cache", "enable_memory_cache", "disk_cache_dir")
-        cache = {name: getattr(dspy.cache, name) for name in kept_by} if type(dspy.cache) is Cache else {}
-        self._shipped = [
-            self._ray.put(part) for part in (self._programs, self._settings, variables, cache, self._run.slots)
-        ]
+        self._shipped = list(map(self._ray.put, (self._programs, self._settings, variables, self._run.slots)))
         calls = self._run.slots + SPARE_CALLS
         actor = self._ray.remote(max_restarts=-1, max_concurrency=calls, scheduling_strategy="SPREAD")(RolloutActor)
         self._create = lambda cpus: actor.options(num_cpus=cpus).remote()
-        errors = self._ray.exceptions
-        self._loss_errors = errors.RayActorError, errors.NodeDiedError, errors.ObjectLostError, errors.OutOfMemoryError
         return count
-
-    def _end(self) -> None:
-        for actor in [*self._actors, *self._suspects]:
-            with suppress(Exception):  # it is gone already
-                self._ray.kill(actor.handle, no_restart=True)
-        with _CONNECTING:
-            if self in _USERS:
-                _USERS.remove(self)
-                if not _USERS:
-                    self._ray.shutdown()
 
     def _start(self, actors: list[_Actor], cpus: int) -> None:
         handle = self._create(cpus)
@@ -419,11 +408,12 @@ class Actors:
         await record_metric_call()
         answer = RolloutAnswer()
         try:
-            for deaths in range(DEATHS):
-                answer = await self._request(provider, request, is_suspect=deaths > 0)
-                if not answer.is_lost:
-                    break
-            else:
+            answer = await self._request(provider, request)
+            for _ in range(DEATHS - 1):
+                if answer.is_lost:
+                    async with self._suspects_turn:
+                        answer = await self._request(provider, request, is_suspect=True)
+            if answer.is_lost:
                 failure = ProcessDiedError(f"the process that ran the program and its metric has died {DEATHS} times")
                 message = f"{type(failure).__name__}: {failure}"
                 logger.warning("Example scored as a failure: %s", message)
@@ -446,27 +436,25 @@ class Actors:
             trajectory = {**trajectory, "example": example}
         return replace(answer.attempt, rollout=replace(answer.attempt.rollout, trajectory=trajectory))
 
-    async def _request(self, provider: Provider, request: tuple[Any, ...], is_suspect: bool) -> RolloutAnswer:
+    async def _request(self, provider: Provider, request: tuple[Any, ...], is_suspect: bool = False) -> RolloutAnswer:
         """Make a rollout as a request at its endpoint, whose limit is told what became of it."""
         attempts = Attempts(provider, current_slot())
         await attempts.begin()
         attempts.send()
         began = anyio.current_time()
         try:
-            # What may have ended its process goes to an actor of its own, one at a time.
-            async with self._suspects_turn if is_suspect else nullcontext():
-                if is_suspect and not self._suspects:
-                    self._start(self._suspects, cpus=0)
-                actor = await self._free(self._suspects if is_suspect else self._actors)
-                answer = await self._call_actor(actor, request)
+            if is_suspect and not self._suspects:
+                self._start(self._suspects, cpus=0)
+            actor = await self._free(self._suspects if is_suspect else self._actors)
+            answer = await self._call_actor(actor, request)
         finally:
             attempts.leave()
         if answer.is_refused:
             retry_after_seconds = getattr(answer.error, "retry_after_seconds", None)
             attempts.server.record_failure(attempts, "refused", retry_after_seconds)
         elif answer.attempt is not None:
-            written = completion_tokens_of(answer.used)
-            if written or anyio.current_time() - began > CACHED_SECONDS:
+            is_cached = not completion_tokens_of(answer.used) and anyio.current_time() - began <= CACHED_SECONDS
+            if not is_cached:
                 attempts.server.record_answer(attempts)
         return answer
 
@@ -475,10 +463,11 @@ class Actors:
         answer, reason, cancelled = RolloutAnswer(is_lost=True), "it has begun again", None
         self._calls += 1
         number, actor.running = self._calls, actor.running + 1
+        errors = self._ray.exceptions
         try:
-            call = actor.handle.rollout.remote(number, *request)
+            reply = _reply_of(actor.handle.rollout.remote(number, *request))
             try:
-                answer = cloudpickle.loads(await _reply_of(call))
+                answer = cloudpickle.loads(await asyncio.shield(reply))
             except asyncio.CancelledError as error:
                 cancelled = error
                 with anyio.CancelScope(shield=True):
@@ -486,8 +475,8 @@ class Actors:
                         await _reply_of(actor.handle.cancel.remote(number))
                     if waited.cancelled_caught:
                         self._ray.kill(actor.handle, no_restart=False)
-                    answer = cloudpickle.loads(await _reply_of(call))
-        except self._loss_errors as error:
+                    answer = cloudpickle.loads(await reply)
+        except (errors.RayActorError, errors.NodeDiedError, errors.ObjectLostError, errors.OutOfMemoryError) as error:
             reason = self._shortened(error)
         finally:
             actor.running -= 1
@@ -501,49 +490,5 @@ class Actors:
 
 
 def _reply_of(call: Any) -> asyncio.Future[Any]:
-    """Await a call of Ray's on this loop. Its own future is never cancelled: its client logs an error where it is."""
-    loop = asyncio.get_running_loop()
-    reply: asyncio.Future[Any] = loop.create_future()
-
-    def settle(answer: Future[Any]) -> None:
-        if reply.done():
-            return
-        if (error := answer.exception()) is not None:
-            reply.set_exception(error)
-        else:
-            reply.set_result(answer.result())
-
-    def settle_soon(answer: Future[Any]) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, answer)
-
-    call.future().add_done_callback(settle_soon)
-    return reply
-
-
-_CONNECTING = threading.Lock()
-_USERS: list[object] = []
-"""Who uses the Ray that was started for them; nobody where it was there before."""
-
-
-def _connect(user: object, address: str | None) -> Any:
-    """Return Ray, which is started unless it is there."""
-    import ray  # pyright: ignore[reportMissingImports]
-
-    with _CONNECTING:
-        if not ray.is_initialized():
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            dashboard = False if address is None else None
-            init = partial(ray.init, address or "local", include_dashboard=dashboard, logging_level=logging.ERROR)
-            try:
-                try:
-                    init()
-                except ConnectionAbortedError:  # a busy head has not begun its server for this client in time
-                    init()
-            except Exception as error:
-                at = without_secrets(address or "local")
-                raise ConfigurationError(f"RayRollouts: Ray could not be reached at address={at!r}: {error}") from error
-            _USERS[:] = [user]
-        elif _USERS:
-            _USERS.append(user)
-    return ray
+    """Await a call of Ray's. Its own future is never cancelled: Ray's client logs an error where it is."""
+    return asyncio.shield(asyncio.wrap_future(call.future()))

@@ -42,9 +42,9 @@ ReflectiveDataset = Mapping[str, Sequence[Mapping[str, Any]]]
 Ask = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 """Makes a request, in a slot, as often as it needs."""
 
-ROOM = 0.75
-"""Share of the characters that did not fit the reflection LM's context which the next reflection begins with. Each
-refusal lowers it by a quarter, so that it comes to rest below what fits after a few. Not tuned."""
+SHRINK = 0.6
+"""Share of the characters that did not fit the reflection LM's context which are shown to it instead: somewhat more
+than half, since half of the examples are rarely half of the characters. Not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ class ReflectionRunner:
         self._judges_anew = False
         """Whether the metric has given another score, and so another judgement, when it was asked for feedback."""
         self._warns_on_mismatch = adapter.warn_on_score_mismatch
-        self._refused_characters = math.inf
-        """Characters of the examples of one component that did not fit the reflection LM's context; the fewest."""
+        self._most_characters = math.inf
+        """Characters of the examples of one component that a reflection reads."""
 
     async def readable(self, candidate: Mapping[str, str], evaluation: EvaluationBatch[Any, Any]) -> set[str]:
         """Find the components of which a reflection can read something in rollouts: the predictors that were called
@@ -266,44 +266,38 @@ class ReflectionRunner:
         acall = self._awaitable_proposer(components)
 
         async def call() -> dict[str, str]:
-            examples, limit = dataset, ROOM * self._refused_characters
-            if limit < math.inf:
-                examples = {name: _shortest(rows, limit=limit) for name, rows in dataset.items()}
             while True:
+                examples = {name: _fitting(rows, self._most_characters) for name, rows in dataset.items()}
                 try:
                     if acall is None:
                         propose: Any = self._asker.propose_new_texts
-                        return checked_texts(await self._threads.run(propose, candidate, dict(examples), components))
+                        return checked_texts(await self._threads.run(propose, candidate, examples, components))
                     with dspy.context(lm=self._adapter.reflection_lm or dspy.settings.lm):
                         answer = await acall(
-                            candidate=candidate, reflective_dataset=dict(examples), components_to_update=components
+                            candidate=candidate, reflective_dataset=examples, components_to_update=components
                         )
                     proposer = self._adapter.custom_instruction_proposer
                     return checked_texts(checked_proposal(answer, "instruction_proposer", proposer))
                 except Exception as error:
                     if not shrinks or not is_out_of_context(error):
                         raise
-                    examples = self._half_of(examples, error)
+                    count = max(map(len, examples.values()), default=0)
+                    if count < 2:
+                        raise OversizedReflectionError from error
+                    if self._most_characters == math.inf:
+                        logger.warning(
+                            "A reflection on %d examples does not fit the context window of the reflection LM: it is "
+                            "asked for again with half of them, and later ones begin with fewer characters. Set "
+                            "reflection_minibatch_size below %d, or give reflection_lm a larger context. It said: "
+                            "%.300s", count, count, error,
+                        )  # fmt: skip
+                    characters = max(sum(len(str(record)) for record in rows) for rows in examples.values())
+                    self._most_characters = min(self._most_characters, SHRINK * characters)
 
         with counting_usage() as usage:
             texts = await self._guarded(call, Kind.REFLECTIONS)
         self._mistakes.record_useful_reflection()
         return Reflection(texts, tokens_of(usage), cost_of(usage))
-
-    def _half_of(self, examples: ReflectiveDataset, error: Exception) -> ReflectiveDataset:
-        """Return half of the examples, which did not fit the reflection LM's context."""
-        count, is_first = max(map(len, examples.values()), default=0), self._refused_characters == math.inf
-        characters = max((sum(map(_characters_of, rows)) for rows in examples.values()), default=0)
-        self._refused_characters = min(self._refused_characters, characters)
-        if count < 2:
-            raise OversizedReflectionError from error
-        if is_first:
-            logger.warning(
-                "A reflection on %d examples does not fit the context window of the reflection LM: it is asked for "
-                "again with half of them, and later ones begin with fewer characters. Set reflection_minibatch_size "
-                "below %d, or give reflection_lm a larger context. It said: %.300s", count, count, error,
-            )  # fmt: skip
-        return {name: _shortest(rows, len(rows) // 2) for name, rows in examples.items()}
 
     def _checking(self, hook: str, proposer: Any) -> Callable[..., Any]:
         """Make a proposer, for calls in threads, of which a coroutine that it returns runs on the run's loop, and whose
@@ -353,20 +347,17 @@ class ReflectionRunner:
                 raise
 
 
-def _characters_of(record: Mapping[str, Any]) -> int:
-    return len(str(record))
-
-
-def _shortest(
-    records: Sequence[Mapping[str, Any]], most: int | None = None, limit: float = math.inf
-) -> list[Mapping[str, Any]]:
-    """At most so many records, the shortest ones in their order, with so many characters together; at least one.
+def _fitting(records: Sequence[Mapping[str, Any]], most_characters: float) -> Sequence[Mapping[str, Any]]:
+    """Return the shortest records, in their order, that have so many characters together; at least one.
 
     An example that never fits keeps no other out.
     """
-    shortest = sorted(range(len(records)), key=lambda index: _characters_of(records[index]))
-    fitting = sum(total <= limit for total in accumulate(_characters_of(records[index]) for index in shortest))
-    return [records[index] for index in sorted(shortest[: max(1, fitting)][: None if most is None else max(1, most)])]
+    if most_characters == math.inf:
+        return records
+    lengths = [len(str(record)) for record in records]
+    shortest = sorted(range(len(records)), key=lengths.__getitem__)
+    count = sum(total <= most_characters for total in accumulate(lengths[index] for index in shortest))
+    return [records[index] for index in sorted(shortest[: max(1, count)])]
 
 
 def _unless_ours(proposer: Any) -> Any:

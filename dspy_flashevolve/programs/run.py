@@ -28,7 +28,7 @@ from dspy_flashevolve.programs.building import StudentAdapter, copy_of
 from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.placement import ToolCalls, runs_on_loop
+from dspy_flashevolve.programs.placement import Placement, runs_on_loop
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.ray_rollouts import Actors
 from dspy_flashevolve.programs.records import ModuleReply, ProgramRecord, ReplyText
@@ -186,9 +186,8 @@ class DspyRun(EvolutionRun):
         """
         copy = self.models.pace_in(module if is_fresh else copy_of(module))
         asks = self.dspy_settings.get("lm") if lm is None else self.pace(lm)
-        with dspy.context(lm=asks):
-            is_on_loop = runs_on_loop(copy)
-        ToolCalls(self.threads).prepare(copy)
+        placement = Placement(copy, self.threads)
+        placement.prepare(copy)
 
         async def call() -> ModuleReply[T]:
             answer: T | None = None
@@ -196,10 +195,7 @@ class DspyRun(EvolutionRun):
             recording = recording_lm_calls(), recording_cut_off_replies()
             with counting_usage() as usage, dspy.context(lm=asks), recording[0] as calls, recording[1] as cut_off:
                 try:
-                    if is_on_loop:
-                        answer = read(await copy.acall(**inputs))
-                    else:
-                        answer = read(await self.threads.run(copy, **inputs))
+                    answer = read(await placement.call(copy, inputs))
                     if cut_off and stage == "integrate":
                         answer, failure = None, CutOffReplyError(cut_off[0])
                 except asyncio.CancelledError as error:

@@ -15,7 +15,7 @@ from dspy.utils.exceptions import LMAuthError
 from pydantic import BaseModel, ConfigDict, Field
 
 from dspy_flashevolve import AsyncGEPA, Edits, Full, Guarded, Reflective, RunAbortedError
-from tests.contract.surface import ENDLESS, Scored, Sum, check_ends, facts, journal_of, problems, raising, sql
+from tests.contract.surface import ENDLESS, Scored, Sum, check_ends, command, facts, journal_of, problems, raising, sql
 from tests.fakes import Chain, digits, examples, hashed
 
 TRAIN, VAL = examples("t", 7), examples("v", 8)
@@ -163,6 +163,7 @@ def test_a_trace_that_cannot_be_kept_is_made_anew_and_not_called_paid_twice(tmp_
             run(tmp_path, 60, schedule="lockstep", reflection_at=1, student=Holding())
     assert run(tmp_path, 60, schedule="lockstep", student=Holding()).total_metric_calls >= 60
     assert problems(tmp_path) == []
+    assert "rollouts with a trace that JSON cannot hold" in command("check", str(tmp_path))[1]
 
 
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])

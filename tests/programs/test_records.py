@@ -101,14 +101,13 @@ audio = st.builds(dspy.Audio, data=st.text(), audio_format=st.sampled_from(["wav
 hashable = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.sampled_from(Colour)
     | st.dates() | st.datetimes().map(unfolded) | st.times().map(unfolded)
-    | st.timedeltas() | st.decimals(allow_nan=False) | st.uuids()
-    | st.fractions() | st.builds(Point, x=st.floats(), label=st.text())
+    | st.timedeltas() | st.decimals(allow_nan=False, allow_infinity=False) | st.uuids()
+    | st.builds(Point, x=st.floats(), label=st.text())
 )  # fmt: skip
 leaves = (
     hashable | cities | images | audio | st.sets(hashable) | st.frozensets(hashable)
-    | st.floats().map(numpy.float64) | st.integers(0, 9).map(numpy.int32)
     | st.builds(FailedPrediction, completion_text=st.text(), format_reward=st.floats())
-    | st.lists(st.text(), min_size=1).map(completed)
+    | st.text().map(lambda answer: completed([answer]))
 )  # fmt: skip
 values = st.recursive(
     leaves,
@@ -146,6 +145,12 @@ def told(value: Any) -> Any:
 @given(values)
 def test_what_is_written_is_read_equal_with_the_types_of_all_that_is_in_it(value: Any) -> None:
     assert told(from_json(to_json(value))) == told(value)
+
+
+def test_a_number_of_numpys_comes_back_as_an_equal_one_of_pythons() -> None:
+    for number in (numpy.float64(0.5), numpy.float32(0.1), numpy.int32(3), numpy.bool_(True)):
+        back = from_json(to_json(number))
+        assert (back, type(back).__module__) == (number, "builtins")
 
 
 def test_fields_that_a_class_computes_are_computed_again() -> None:
@@ -186,7 +191,7 @@ def local_model() -> BaseModel:
 @pytest.mark.parametrize(
     "value",
     [Thing(), [Thing()], {"a": Thing()}, Forgetful(a=1), Setting(name="x"), datetime.now(ZoneInfo("Europe/Paris")),
-     local_model()],
+     local_model(), completed(["a", "b"])],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_would_not_come_back_is_refused_when_it_is_written(value: Any) -> None:
@@ -194,15 +199,11 @@ def test_what_would_not_come_back_is_refused_when_it_is_written(value: Any) -> N
         to_json(value)
 
 
-NAMED = {"m": [{"d": {}}, {"s": []}, None, None], "P": [{}, None, None], "e": ["A"], "a": [{}]}
-"""Mark of what is read by the name of its class -> what stands behind that name."""
-
-
-@pytest.mark.parametrize("name", [["antigravity", "City"], ["os", "system"], ["subprocess", "Popen"]])
-@pytest.mark.parametrize(("kind", "rest"), NAMED.items())
-def test_nothing_is_imported_or_made_by_a_name_in_a_file_but_data(kind: str, rest: list[Any], name: list[str]) -> None:
-    with pytest.raises(InexactError):
-        from_json(json.dumps({kind: [*name, *rest]}))
+@pytest.mark.parametrize("name", ["antigravity:City", "os:system", "subprocess:Popen", "builtins:dict", "os", ":"])
+def test_nothing_is_imported_or_made_by_a_name_in_a_file_but_data(name: str) -> None:
+    for content in ({"": {}}, "A", []):
+        with pytest.raises(InexactError):
+            from_json(json.dumps({name: content}))
     assert "antigravity" not in sys.modules
 
 
@@ -213,7 +214,7 @@ def test_what_is_gone_or_has_other_fields_is_not_readable_any_more() -> None:
     text = RolloutRecords(student).trace(candidate, rollout)
     assert text is not None
     assert is_readable(text)
-    for renamed in (text.replace('"City"', '"Town"'), text.replace('"people"', '"persons"')):
+    for renamed in (text.replace(":City", ":Town"), text.replace('"people"', '"persons"')):
         assert renamed != text
         assert not is_readable(renamed)
     assert is_readable("null")
