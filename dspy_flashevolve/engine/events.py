@@ -25,6 +25,16 @@ class Event:
 
     seconds: float
 
+    @property
+    def kind(self) -> str:
+        """Name of the kind of event."""
+        return type(self).__name__
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What the kinds of events do not share: field -> value."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("seconds", "step")}
+
 
 @dataclass(frozen=True, slots=True)
 class StepOpened(Event):

@@ -431,9 +431,8 @@ class Store(Database):
 
     def find_rollout(self, key: RolloutKey, step: int, read: Callable[[Any], Rollout | None]) -> Rollout | None:
         """A rollout that was paid for work which runs again now; None where there is none, or it cannot be read."""
-        if step not in self._numbers or not self._rollouts:
-            return None
-        found = self._rollouts.get((key.candidate, key.split, id_text(key.example), int(key.traced)))
+        index = key.candidate, key.split, id_text(key.example), int(key.traced)
+        found = self._rollouts.get(index) if step in self._numbers else None
         if not found:
             return None
         row = found.pop(0) if self._each_once else found[-1]
@@ -571,13 +570,12 @@ class Store(Database):
             if event.end.kind is not EndKind.CANCELLED:  # a run that goes on runs it again
                 self.record_end(event.step, event.end.kind.value, event.end.reason)
             return
-        fields = {name: getattr(event, name) for name in event.__dataclass_fields__ if name not in ("seconds", "step")}
         self.append(
             "events",
             seconds=event.seconds,
-            kind=type(event).__name__,
+            kind=event.kind,
             step=getattr(event, "step", None),
-            fields=json.dumps(fields, default=str),
+            fields=json.dumps(event.fields, default=str),
         )
 
 

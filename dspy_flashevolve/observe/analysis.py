@@ -15,8 +15,9 @@ from functools import cache
 from statistics import median
 from typing import Any
 
-from dspy_flashevolve.observe.history import Candidate, History, Request, Role, StepRecord
-from dspy_flashevolve.observe.statistics import ChangeRecord
+from dspy_flashevolve.engine.events import LmCallCounted, RolloutFinished
+from dspy_flashevolve.observe.history import Candidate, History, RolloutOn, StepRecord
+from dspy_flashevolve.observe.statistics import ChangeRecord, Paid, Request
 
 FAILURES = ("RolloutTimedOut", "ExampleGivenUp", "EndpointPaused", "LimitChanged", "RequestTurnedAway", "ActorLost")
 """Kinds of events that say that something went wrong, or that a limit was changed because of it."""
@@ -67,7 +68,7 @@ class RunTotals:
     best_score: float | None
     best: int | None
     accepted: int
-    by_role: dict[Role, RequestTotals]
+    by_role: dict[str, RequestTotals]
     by_stage: list[RequestTotals]
     tokens: int | None
     cost_dollars: float | None
@@ -76,21 +77,24 @@ class RunTotals:
 
 def totals_of(history: History) -> RunTotals:
     """Add up a run."""
-    roles: defaultdict[Role, list[Request]] = defaultdict(list)
     stages: defaultdict[str, list[Request]] = defaultdict(list)
+    task_stages = {request.stage for request in history.requests if isinstance(request, RolloutFinished)}
     waits: defaultdict[str, list[float]] = defaultdict(list)
     for request in history.requests:
-        roles[request.role].append(request)
         stages[request.stage].append(request)
     for visit in history.visits:
-        waits[visit.stage].append(visit.began - visit.queued)
+        waits[visit.stage].append(visit.began_seconds - visit.queued_seconds)
     whole, steps = _request_totals("all", history.requests), history.steps.values()
     seed, best = history.seed, history.best
     failures = Counter(event.kind for event in history.events if event.kind in FAILURES)
     failures["RequestFinished"] = whole.failed
     has_journal = bool(history.sessions)
-    by_role: dict[Role, RequestTotals] = {
-        role: _request_totals(role, roles[role]) for role in ("task", "reflection") if has_journal
+    by_role: dict[str, RequestTotals] = {
+        role: _request_totals(
+            role, [request for request in history.requests if (request.stage in task_stages) == (role == "task")]
+        )
+        for role in ("task", "reflection")
+        if has_journal
     }
     # Steps may wait in a stage of which no request was answered yet.
     names = [*stages, *(waits.keys() - stages.keys())]
@@ -117,17 +121,16 @@ def totals_of(history: History) -> RunTotals:
 
 
 def _request_totals(name: str, requests: Sequence[Request], waits: Sequence[float] = ()) -> RequestTotals:
-    tokens = sum(request.tokens for request in requests)
-    dollars = math.fsum(request.cost_dollars for request in requests)
-    # An LM call outside of any request has tokens and dollars, but no slot: it is no request of its own.
-    latencies = [request.latency_seconds for request in requests if not request.is_lm_call]
+    paid, latencies = Paid(), [one.latency_seconds for one in requests if not isinstance(one, LmCallCounted)]
+    for request in requests:
+        paid.add(request)
     return RequestTotals(
         name,
-        len(latencies),
-        sum(bool(request.error) for request in requests),
-        tokens,
-        None if tokens and not dollars else dollars,  # the journal has 0 where a price is not known
-        math.fsum(latencies),
+        paid.requests,
+        paid.failed,
+        paid.tokens,
+        None if paid.tokens and not paid.dollars else paid.dollars,  # the journal has 0 where a price is not known
+        paid.served_seconds,
         median(latencies) if latencies else 0.0,
         math.fsum(waits),
         len(waits),
@@ -329,7 +332,7 @@ def _scores(history: History) -> dict[tuple[int, str], list[float]]:
     """Return step and example -> scores of the step's rollouts on it, in order."""
     scores: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for request in history.requests:
-        if request.example is not None and request.score is not None:
+        if isinstance(request, RolloutOn):
             # ACE tries a sample several times: its examples are pairs of sample and attempt.
             is_attempt = request.example.startswith("[")
             example = request.example[1:].partition(",")[0] if is_attempt else request.example

@@ -14,16 +14,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from dspy_flashevolve.engine.scheduler import StageVisit
+from dspy_flashevolve.engine.events import (
+    Committed,
+    Event,
+    RequestFinished,
+    RolloutFinished,
+    SeedValidated,
+    StageVisited,
+)
 from dspy_flashevolve.engine.store import BEFORE_STEPS, IN_FLIGHT, is_in_use, reading
-from dspy_flashevolve.observe.statistics import ChangeRecord
+from dspy_flashevolve.observe.statistics import ChangeRecord, Request
 
-Role = Literal["task", "reflection"]
 Query = Callable[[str], list[sqlite3.Row]]
-FREQUENT = ("StageVisited", "RequestFinished", "LmCallCounted", "StepOpened", "PolicyDecided")
-"""Kinds of events that are read into records of their own, or that other rows tell: there are several of each step."""
+KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
+"""Name of a kind of event, as it stands in the journal -> the kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,29 +88,10 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A request that was answered: a rollout, or one that runs no program, such as a reflection.
+class RolloutOn(RolloutFinished):
+    """A rollout, with its example's id as text."""
 
-    Args:
-        seconds: when it was answered.
-        role: who was asked: the task LM, or one that reflects, repairs or proposes.
-        latency_seconds: seconds in its slot.
-        score, example: those of a rollout; None for any other request.
-        error: why the answer is of no use; empty where it is of use.
-        is_lm_call: True for an LM call that belongs to no request in a slot, see :class:`LmCallCounted`.
-    """
-
-    seconds: float
-    stage: str
-    role: Role
-    step: int
-    tokens: int
-    cost_dollars: float
-    latency_seconds: float
-    score: float | None = None
-    example: str | None = None
-    error: str = ""
-    is_lm_call: bool = False
+    example: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +111,6 @@ class StepRecord:
     replies: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class EventRecord:
-    """An event of the run; `engine/events.py` describes the kinds and their fields.
-
-    Args:
-        fields: the event's fields, and "shift": when its session began.
-    """
-
-    seconds: float
-    kind: str
-    step: int | None
-    fields: Mapping[str, Any]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """All that the journal of a run tells.
@@ -149,9 +122,10 @@ class History:
         calls, max_calls: metric calls made and allowed; None without such a limit.
         in_flight: stage -> requests that hold a slot, about a second ago; empty for a run that is over.
         candidates: by index, the seed first.
-        requests: by the time of their answers.
+        requests: rollouts, other requests and LM calls, by the time of their answers; stages that ask the task LM have
+            rollouts.
         visits: visits of steps to stages, by their ends.
-        events: all events but those of the kinds in :data:`FREQUENT`, in order.
+        events: all other events, in order.
         changes: changes that reflections made, with their estimated effects.
     """
 
@@ -166,8 +140,8 @@ class History:
     candidates: tuple[Candidate, ...] = ()
     requests: tuple[Request, ...] = ()
     steps: Mapping[int, StepRecord] = field(default_factory=dict[int, StepRecord])
-    visits: tuple[StageVisit, ...] = ()
-    events: tuple[EventRecord, ...] = ()
+    visits: tuple[StageVisited, ...] = ()
+    events: tuple[Event, ...] = ()
     changes: tuple[ChangeRecord, ...] = ()
 
     @property
@@ -189,7 +163,12 @@ class History:
             scored, key=lambda one: (one.score, not one.has_grown, -_cost(one), -one.version, -one.index), default=None
         )
 
-    def of_kind(self, kind: str) -> list[EventRecord]:
+    @property
+    def failed_requests(self) -> list[RequestFinished]:
+        """Requests whose answer was of no use, in order."""
+        return [request for request in self.requests if isinstance(request, RequestFinished) and request.error]
+
+    def of_kind(self, kind: str) -> list[Any]:
         """Return the events of one kind."""
         return [event for event in self.events if event.kind == kind]
 
@@ -215,19 +194,12 @@ def read(run_dir: str | Path, replies: bool = False) -> History:
         sessions = _sessions(query, run_dir)
         rows = query("SELECT session, at, seconds, kind, step, fields FROM events ORDER BY id")
         clock = _Clock(sessions, [(row["session"], row["at"], row["seconds"]) for row in rows])
-        events = [
-            EventRecord(
-                clock.of_event(session, seconds),
-                kind,
-                step,
-                {"shift": clock.of_event(session, 0.0), **json.loads(fields)},
-            )
-            for session, _, seconds, kind, step, fields in rows
-        ]
-        rare = tuple(event for event in events if event.kind not in FREQUENT)
+        events = [_event(row, clock) for row in rows if row["kind"] in KINDS]
+        rare = tuple(event for event in events if not isinstance(event, Request | StageVisited))
         calls = query("SELECT session, at, stage, calls FROM calls ORDER BY id")
         newest = sessions[-1] if sessions else None
-        requests = _requests(query, clock, events)
+        requests = [*_rollouts(query, clock), *(event for event in events if isinstance(event, Request))]
+        requests.sort(key=lambda request: request.seconds)
         in_flight = _state(query, IN_FLIGHT) if newest is not None and newest.state == "running" else {}
         return History(
             directory=str(run_dir),
@@ -239,50 +211,31 @@ def read(run_dir: str | Path, replies: bool = False) -> History:
             max_calls=None if newest is None else newest.settings.get("max_metric_calls"),
             in_flight={stage: requests for stage, requests in in_flight.items() if requests},
             candidates=_candidates(query, clock, rare, calls, Path(run_dir), _valset_size(sessions)),
-            requests=requests,
+            requests=tuple(requests),
             steps=_steps(query, replies),
-            visits=tuple(_visits(events)),
+            visits=tuple(event for event in events if isinstance(event, StageVisited)),
             events=rare,
             changes=_changes(query),
         )
 
 
-def _requests(query: Query, clock: _Clock, events: list[EventRecord]) -> tuple[Request, ...]:
-    """Return the requests, rollouts and others, in the order in which they were answered."""
-    rollouts = query(
-        "SELECT session, at, stage, step, tokens, cost_dollars, latency_seconds, score, example "
+def _event(row: sqlite3.Row, clock: _Clock) -> Event:
+    """Return the event that a row tells of, in the seconds of the run."""
+    fields: dict[str, Any] = {"step": row["step"], **json.loads(row["fields"])}
+    for name in fields.keys() & {"queued_seconds", "began_seconds"}:
+        fields[name] = clock.of_event(row["session"], fields[name])
+    kind = KINDS[row["kind"]]
+    named = {name: fields[name] for name in kind.__dataclass_fields__.keys() & fields.keys()}
+    return kind(clock.of_event(row["session"], row["seconds"]), **named)
+
+
+def _rollouts(query: Query, clock: _Clock) -> Iterator[RolloutOn]:
+    rows = query(
+        "SELECT session, at, step, stage, score, latency_seconds, tokens, cost_dollars, example "
         "FROM rollouts ORDER BY id"
     )
-    requests = [
-        Request(clock.of_row(session, at), stage, "task", step, tokens, dollars, latency, float(score), example)
-        for session, at, stage, step, tokens, dollars, latency, score, example in rollouts
-    ]
-    # A stage with rollouts asks the task LM. Its other requests are rollouts that were given up half-way.
-    task_stages = {request.stage for request in requests}
-    for event in events:
-        if event.kind in ("RequestFinished", "LmCallCounted"):
-            stage = event.fields["stage"]
-            requests.append(
-                Request(
-                    event.seconds,
-                    stage,
-                    "task" if stage in task_stages else "reflection",
-                    BEFORE_STEPS if event.step is None else event.step,
-                    event.fields["tokens"],
-                    event.fields["cost_dollars"],
-                    event.fields.get("latency_seconds", 0.0),
-                    error=event.fields.get("error", ""),
-                    is_lm_call=event.kind == "LmCallCounted",
-                )
-            )
-    return tuple(sorted(requests, key=lambda request: request.seconds))
-
-
-def _visits(events: list[EventRecord]) -> Iterator[StageVisit]:
-    for event in events:
-        if event.kind == "StageVisited" and event.step is not None:
-            queued, began, shift = (event.fields[name] for name in ("queued_seconds", "began_seconds", "shift"))
-            yield StageVisit(event.step, event.fields["stage"], queued + shift, began + shift, event.seconds)
+    for session, at, step, stage, score, *figures in rows:
+        yield RolloutOn(clock.of_row(session, at), step, stage, float(score), *figures)
 
 
 def _state(query: Query, name: str) -> dict[str, Any]:
@@ -335,13 +288,13 @@ def _sessions(query: Query, run_dir: str | Path) -> tuple[Session, ...]:
 def _candidates(
     query: Query,
     clock: _Clock,
-    events: tuple[EventRecord, ...],
+    events: tuple[Event, ...],
     calls: list[sqlite3.Row],
     directory: Path,
     valset_size: int | None,
 ) -> tuple[Candidate, ...]:
     texts = {row["hash"]: json.loads(row["texts"]) for row in query("SELECT hash, texts FROM candidates")}
-    committed = {event.fields["candidate"]: event for event in events if event.kind == "Committed"}
+    committed = {event.candidate: event for event in events if isinstance(event, Committed)}
     call_times, calls_made = [row["at"] for row in calls], list(accumulate(row["calls"] for row in calls))
     candidates: list[Candidate] = []
     grown = _state(query, "grown")
@@ -357,7 +310,7 @@ def _candidates(
                 row["step"],
                 clock.of_row(row["session"], row["at"]) if event is None else event.seconds,
                 calls_made[calls_before - 1] if calls_before else 0,
-                None if event is None else event.fields["gap"],
+                None if event is None else event.gap,
                 row["version"],
                 None if row["more"] is None else json.loads(row["more"]),
                 has_grown=str(row["candidate_index"]) in grown,
@@ -378,7 +331,7 @@ def _seed(
     query: Query,
     clock: _Clock,
     texts: Mapping[str, Any],
-    events: tuple[EventRecord, ...],
+    events: tuple[Event, ...],
     stored: Path,
     valset_size: int | None,
 ) -> Candidate:
@@ -396,9 +349,9 @@ def _seed(
         return Candidate(0, json.loads(stored.read_text("utf-8"))[0] if stored.is_file() else {}, None)
     name, last = rows[0]["candidate"], rows[-1]
     scores = {row["example"]: float(row["score"]) for row in rows if row["candidate"] == name}
-    validated = next((event for event in events if event.kind == "SeedValidated"), None)
+    validated = next((event for event in events if isinstance(event, SeedValidated)), None)
     if validated is not None:
-        score, seconds = validated.fields["score"], validated.seconds
+        score, seconds = validated.score, validated.seconds
     else:
         score = sum(scores.values()) / len(scores) if len(scores) == valset_size else None
         seconds = clock.of_row(last["session"], last["at"])

@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from dspy_flashevolve.engine.events import LmCallCounted
 from dspy_flashevolve.observe.analysis import (
     example_scores,
     family_tree,
@@ -125,8 +126,12 @@ def _slot_plots(history: History) -> dict[str, Any]:
     """Plot slots in use, and steps that wait for one, by stage over time."""
     end = history.seconds
     stages = list(dict.fromkeys(record.stage for record in [*history.requests, *history.visits]))
-    busy = [(request.stage, request.seconds - request.latency_seconds, request.seconds) for request in history.requests]
-    waiting = [(visit.stage, visit.queued, visit.began) for visit in history.visits]
+    busy = [
+        (request.stage, request.seconds - request.latency_seconds, request.seconds)
+        for request in history.requests
+        if not isinstance(request, LmCallCounted)
+    ]
+    waiting = [(visit.stage, visit.queued_seconds, visit.began_seconds) for visit in history.visits]
     kinds = (("slots busy", "slots", busy), ("steps that wait for their first slot in a stage", "steps", waiting))
     plots: list[tuple[str, Markup]] = []
     for name, unit, intervals in kinds:
@@ -149,11 +154,10 @@ def _failures(history: History) -> dict[str, list[str]]:
     """Return title -> lines, for each kind of failure; the newest failures of each."""
     counted = {
         "Requests whose answer was of no use": [
-            f"in {request.stage}: {_clipped(request.error)}" for request in history.requests if request.error
+            f"in {request.stage}: {_clipped(request.error)}" for request in history.failed_requests
         ],
         "Requests that got no answer, and were made again": [
-            f"by {event.fields['endpoint']}: {_clipped(event.fields['reason'])}"
-            for event in history.of_kind("RequestTurnedAway")
+            f"by {event.endpoint}: {_clipped(event.reason)}" for event in history.of_kind("RequestTurnedAway")
         ],
         "Steps that failed": [
             f"since: {_clipped(step.reason)}" for step in history.steps.values() if step.way == "failed"
@@ -168,7 +172,7 @@ def _failures(history: History) -> dict[str, list[str]]:
         if events := history.of_kind(kind):
             failures[f"{title} ({len(events)})"] = [
                 f"after {format_duration(event.seconds)}: "
-                + ", ".join(f"{name} {_clipped(str(value))}" for name, value in event.fields.items() if name != "shift")
+                + ", ".join(f"{name} {_clipped(str(value))}" for name, value in event.fields.items())
                 for event in events[-MOST_ROWS:]
             ]
     return failures
@@ -176,7 +180,7 @@ def _failures(history: History) -> dict[str, list[str]]:
 
 def _integrations(history: History) -> list[tuple[int, str, str]]:
     """Return step, verdict and reason of the newest verdicts."""
-    verdicts = [tuple(verdict) for event in history.of_kind("Integrated") for verdict in event.fields["verdicts"]]
+    verdicts = [tuple(verdict) for event in history.of_kind("Integrated") for verdict in event.verdicts]
     # A run that was killed and goes on writes some of them again.
     return [(step, verdict, _clipped(reason)) for step, verdict, reason in dict.fromkeys(verdicts)][-MOST_ROWS:]
 

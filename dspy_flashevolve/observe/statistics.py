@@ -288,6 +288,36 @@ SHOWN_REASON, MOST_REASONS = 100, 1000
 do not fill the memory."""
 
 
+Request = RolloutFinished | RequestFinished | LmCallCounted
+"""What tells of tokens and dollars; an LM call outside of any request had no slot, and is no request itself."""
+
+
+@dataclass(slots=True)
+class Paid:
+    """What some requests have cost: those of a stage, say.
+
+    Args:
+        requests, failed: requests that were answered, and answers of no use.
+        dollars: as far as prices are known.
+        served_seconds: seconds in slots.
+    """
+
+    requests: int = 0
+    failed: int = 0
+    tokens: int = 0
+    dollars: float = 0.0
+    served_seconds: float = 0.0
+
+    def add(self, request: Request) -> None:
+        """Count a request."""
+        self.tokens += request.tokens
+        self.dollars += request.cost_dollars
+        if not isinstance(request, LmCallCounted):
+            self.requests += 1
+            self.served_seconds += request.latency_seconds
+            self.failed += isinstance(request, RequestFinished) and bool(request.error)
+
+
 class Recorder:
     """A subscriber of the run's events that counts them while the run goes on.
 
@@ -299,9 +329,9 @@ class Recorder:
         self.clock = clock
         self.counts = Counter[type[Event]]()
         """Kind of event -> how many there were."""
-        self.requests, self.tokens, self.end_reasons = Counter[str](), Counter[str](), Counter[str]()
-        self.dollars = defaultdict[str, float](float)
-        """Stage -> dollars, as far as prices are known."""
+        self.end_reasons = Counter[str]()
+        self.paid = defaultdict[str, Paid](Paid)
+        """Stage -> what its requests have cost."""
         self.turned_away = Counter[str]()
         """Reason in the provider's words -> requests that were sent again."""
         self.seed_score: float | None = None
@@ -320,10 +350,7 @@ class Recorder:
         began, seconds = self.clock.began, event.seconds - self.clock.began
         match event:
             case RolloutFinished() | RequestFinished() | LmCallCounted():
-                # An LM call outside of any request has tokens and dollars, but is no request that was answered.
-                self.requests[event.stage] += not isinstance(event, LmCallCounted)
-                self.tokens[event.stage] += event.tokens
-                self.dollars[event.stage] += event.cost_dollars
+                self.paid[event.stage].add(event)
             case StageVisited() if len(self.stages) < MOST_STAGE_VISITS:
                 waited = event.queued_seconds - began, event.began_seconds - began
                 self.stages.append(StageVisit(event.step, event.stage, *waited, ended=seconds))
@@ -346,13 +373,18 @@ class Recorder:
             case _:
                 pass
 
+    @property
+    def dollars(self) -> float:
+        """Dollars of all requests, as far as prices are known."""
+        return sum(of_stage.dollars for of_stage in list(self.paid.values()))
+
     def stats(self, run: EvolutionRun, unpriced: Collection[str], **figures: Any) -> RunStats:
         """Return the statistics of the run so far; ``figures`` are those that follow neither from events nor from it.
 
         Args:
             unpriced: stages that ask a model whose price is not known.
         """
-        slots = run.scheduler.statistics()
+        slots, paid = run.scheduler.statistics(), dict(self.paid)
         return RunStats(
             outcome=run.outcome,
             steps=self.counts[StepOpened],
@@ -367,11 +399,11 @@ class Recorder:
             retried_requests=run.providers.retried,
             unanswered_examples=self.counts[ExampleGivenUp],
             timed_out_rollouts=run.requests.timed_out,
-            requests_by_stage=dict(self.requests),
-            tokens_by_stage=dict(self.tokens),
+            requests_by_stage={stage: of_stage.requests for stage, of_stage in paid.items()},
+            tokens_by_stage={stage: of_stage.tokens for stage, of_stage in paid.items()},
             # Where one stage has no price the sum of the others would be taken for the whole: it is unknown.
-            cost_dollars=None if any(stage in unpriced for stage in self.requests) else sum(self.dollars.values()),
-            dollars_by_stage={stage: None if stage in unpriced else self.dollars[stage] for stage in self.requests},
+            cost_dollars=None if any(stage in unpriced for stage in paid) else self.dollars,
+            dollars_by_stage={stage: None if stage in unpriced else paid[stage].dollars for stage in paid},
             generations=max((commit.generation for commit in self.commits), default=0),
             commits=list(self.commits),
             looks=dict(run.policy_decisions),
@@ -385,12 +417,12 @@ class Recorder:
     def async_stats(self, of_run: RunStats, **figures: Any) -> AsyncStats:
         """Add to the result of :meth:`stats` what only AsyncGEPA has; ``figures`` are those that no event tells."""
         minutes = of_run.seconds / 60
-        reflection = sum(self.tokens[stage] for stage in REFLECTION_STAGES)
+        reflection = sum(of_run.tokens_by_stage.get(stage, 0) for stage in REFLECTION_STAGES)
         return AsyncStats(
             **{field.name: getattr(of_run, field.name) for field in fields(of_run)},
             **figures,
             proposals_per_minute=figures["proposals"] / minutes if minutes else 0.0,
-            task_tokens=sum(self.tokens.values()) - reflection,
+            task_tokens=sum(of_run.tokens_by_stage.values()) - reflection,
             reflection_tokens=reflection,
             verdicts=dict(Counter(verdict for one in self.integrations for _, verdict, _ in one.verdicts)),
             integrations=list(self.integrations),

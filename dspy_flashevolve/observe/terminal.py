@@ -9,7 +9,7 @@ from typing import Any
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.texts import printable
-from dspy_flashevolve.observe.analysis import RunTotals, family_tree, totals_of
+from dspy_flashevolve.observe.analysis import FAILURES, RunTotals, family_tree, totals_of
 from dspy_flashevolve.observe.formatting import (
     UNKNOWN,
     candidates_diff,
@@ -73,7 +73,7 @@ def status(history: History) -> str:
     for candidate in [candidate for candidate in history.candidates if candidate.index > 0][-LATEST:]:
         when = "" if candidate.seconds is None else f" after {format_duration(candidate.seconds)}"
         lines.append(f"candidate {candidate.index}: {format_score(candidate.score)}{when}{_origin(candidate)}")
-    return "\n".join([*lines, *_latest_problems(history, totals)])
+    return "\n".join([*lines, *_latest_problems(history)])
 
 
 def _headline(history: History, totals: RunTotals) -> str:
@@ -96,14 +96,14 @@ def _headline(history: History, totals: RunTotals) -> str:
     return f"{history.optimizer} in {history.directory}: {', '.join(filter(None, parts))}"
 
 
-def _latest_problems(history: History, totals: RunTotals) -> list[str]:
-    problems = [event for event in history.events if event.kind in totals.failures and event.kind != RETRY]
+def _latest_problems(history: History) -> list[str]:
+    problems = [event for event in history.events if event.kind in FAILURES and event.kind != RETRY]
     lines: list[str] = []
     # The newest last: in a terminal that is the line above the cursor.
     for event in problems[-LATEST:]:
-        fields = json.dumps({name: value for name, value in event.fields.items() if name != "shift"})
+        fields = json.dumps(event.fields)
         lines.append(f"{event.kind} after {format_duration(event.seconds)}: {fields[:CLIPPED]}")
-    for request in [request for request in history.requests if request.error][-LATEST:]:
+    for request in history.failed_requests[-LATEST:]:
         when = format_duration(request.seconds)
         lines.append(f"request failed after {when} ({request.stage}): {request.error[:CLIPPED]}")
     failed = [step for step in history.steps.values() if step.way == "failed"]
@@ -200,8 +200,8 @@ def tree(history: History, prompts: bool = False) -> str:
     verdicts: dict[Any, dict[str, None]] = {}  # step -> verdicts on its child; a resumed run repeats some, so a dict
     members: dict[Any, list[int]] = {}  # step that ends an integration -> steps whose children were read for it
     for event in history.of_kind("Integrated"):
-        members[event.step] = event.fields["members"]
-        for member, verdict, reason in event.fields["verdicts"]:
+        members[event.step] = event.members
+        for member, verdict, reason in event.verdicts:
             verdicts.setdefault(member, {})[f"{verdict}. {reason}"] = None
     lines: list[str] = []
     for depth, candidate, parent in family_tree(history):

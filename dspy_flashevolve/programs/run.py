@@ -328,7 +328,7 @@ class DspyRun(EvolutionRun):
     @property
     def dollars(self) -> float:
         """Dollars that LM calls have cost so far, where their price is known."""
-        return sum(self.recorder.dollars.values())
+        return self.recorder.dollars
 
     def statistics(self, metric_calls: int | None = None) -> RunStats:
         """Return what the run has done so far, from any thread.

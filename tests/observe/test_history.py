@@ -232,7 +232,7 @@ def test_what_lms_answered_in_rollouts_that_came_to_nothing_is_counted(tmp_path:
     with dspy.context(lm=lm):
         stats = simulated(120, Halting(), reflection_lm=lm, log_dir=str(tmp_path), workflow=workflow).async_stats
     assert sum(stats.tokens_by_stage.values()) == 7 * answered
-    given_up = [request for request in read(tmp_path).requests if request.error == "given up"]
+    given_up = [request for request in read(tmp_path).failed_requests if request.error == "given up"]
     assert len(given_up) > (0 if ends == "cancelled" else 10)
     assert all(request.tokens == 7 for request in given_up)
     check_figures(tmp_path, stats)
