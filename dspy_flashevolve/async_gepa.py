@@ -22,8 +22,8 @@ from dspy_flashevolve.engine.run import Schedule
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.engine.steps import STEPS_TO_OVERLAP, pays_overlap
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.compilation import Best, Compilation, Estimate, estimate, texts_of
+from dspy_flashevolve.gepa.edits import is_too_long
 from dspy_flashevolve.gepa.options import check_options
 from dspy_flashevolve.gepa.reports import gepa_logger
 from dspy_flashevolve.gepa.settings import Edits, GepaSettings, Workflow, asks_for_edits, edits_of

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import median_low, stdev
@@ -22,8 +22,8 @@ from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.journal import hash_of
 from dspy_flashevolve.engine.staleness import Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
-from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit, Head
+from dspy_flashevolve.gepa.edits import is_too_long
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.gepa.records import Child, Commit, Proposal, Screened, Validated
@@ -170,6 +170,10 @@ class Heads:
         self.phase = Phase.SEARCHING
         self._pending: Head | None = None
         """The head, as of :meth:`refresh`, where it is better than what was validated."""
+        self._tried: dict[int, frozenset[int]] = {}
+        """Step that validates a head, or has -> the patches in it, the newest last."""
+        self._asked_anew = set[str]()
+        """Texts, as hashes, that the reflection LM was asked to write anew."""
         self._validation_calls = 0
         """Metric calls that validations of heads have cost at most."""
         self._improved_at = 0, 0
@@ -251,7 +255,7 @@ class Heads:
         pool, credit = self._pool, self._credit
         if credit is None or pool.best_index not in pool.grown:
             return ""
-        is_written = credit.is_written_anew(pool.state.program_candidates[pool.best_index])
+        is_written = hash_of(pool.state.program_candidates[pool.best_index]) in self._asked_anew
         return "the new text is worse, or of no use" if is_written else self.obstacle or "the run ended before"
 
     # How the phase moves.
@@ -352,7 +356,7 @@ class Heads:
         credit, pool = self._credit, self._pool
         if credit is None or not pool.seed_confirmed or not (is_pressing or self.may_validate):
             return None
-        head = credit.head()
+        head = credit.head(self._last_tried)
         is_new = head.candidate not in pool.state.program_candidates
         return head if is_new and head.gain > least * credit.scale else None
 
@@ -363,15 +367,15 @@ class Heads:
             return head
         best = self._pool.best_index
         texts = self._pool.state.program_candidates[best]
-        is_spent = self._calls.are_spent or self._credit.is_written_anew(texts)
+        is_spent = self._calls.are_spent or hash_of(texts) in self._asked_anew
         is_due = best in self._pool.grown and not is_spent
-        return Head(texts, self._credit.changes_in(texts), 0.0) if is_due else None
+        return Head(texts, self._credit.composition_of(texts) or frozenset(), 0.0) if is_due else None
 
     def _given_head(self, step: Step, head: Head | None, is_last: bool, is_timed: bool) -> Given | None:
         """Give a step a head, and mark it at once, so that no other step is given it, too."""
         if head is None or self._credit is None:
             return None
-        self._credit.mark_validating(step.number, head)
+        self._tried[step.number] = head.patches
         return Given(head.candidate, is_last, is_timed)
 
     def _given(self, step: Step, is_last: bool, is_timed: bool) -> Given | None:
@@ -399,7 +403,7 @@ class Heads:
         return [texts for texts in self._initial if texts not in self._pool.state.program_candidates]
 
     def _cancel(self, step: Step) -> None:
-        if self._credit is not None and self._credit.cancel_validation(step.number):
+        if self._tried.pop(step.number, None) is not None:
             self._validation_calls -= len(self._pool.loader)
             self.keep_credit()
 
@@ -431,7 +435,7 @@ class Heads:
         effects = await self._pool.write(credit.effects_in_grown, texts, least_edits)
         if not effects or self._calls.are_spent:
             return None
-        await self._pool.write(credit.mark_written_anew, texts)
+        self._asked_anew.add(hash_of(texts))
         inputs: dict[str, dict[str, Any]] = {"texts": {name: texts[name] for name in effects}, "effects": effects}
         record = ReplyText(hash_of({"consolidate": json.dumps(inputs["texts"], sort_keys=True)}))
         try:
@@ -496,19 +500,33 @@ class Heads:
             texts, best = pool.state.program_candidates[commit.candidate], pool.score_of(credit.parent)
             if commit.score >= commit.best_score:
                 self._improved_at = self._run.budget.spent, self._validation_calls
-            if credit.is_made_of_changes(texts):
+            if credit.composition_of(texts) is not None:
                 if commit.score >= best:
                     credit.set_parent(commit.candidate)
                 continue
-            gain, is_clean = max(0.0, credit.head().gain), commit.candidate in clean
+            gain, is_clean = max(0.0, credit.head(self._last_tried).gain), commit.candidate in clean
             if commit.score >= best + LEAST_KEPT * gain if is_clean else commit.score > best + gain:
                 credit.stand_on(texts, commit.candidate)
+                self._tried.clear()
         self.keep_credit()
 
     def keep_credit(self) -> None:
         """Write the changes into the journal, and what they stand on."""
         if self._credit is not None and self._run.journal is not None:
-            self._run.journal.journal.set_state("credit", self._credit.kept())
+            tried = [[step, sorted(patches)] for step, patches in self._tried.items()]
+            state = {**self._credit.to_json(), "tried": tried, "written_anew": sorted(self._asked_anew)}
+            self._run.journal.journal.set_state("credit", state)
+
+    def restore_credit(self, saved: Mapping[str, Any], rollouts: Iterable[tuple[str, str, str, float]]) -> None:
+        """Put the changes, and what they stand on, back as an interrupted run had written them down."""
+        assert self._credit is not None
+        self._credit.restore(saved, rollouts)
+        self._tried = {step: frozenset(patches) for step, patches in saved["tried"]}
+        self._asked_anew.update(saved["written_anew"])
+
+    @property
+    def _last_tried(self) -> frozenset[int]:
+        return next(reversed(self._tried.values()), frozenset())
 
 
 def is_surely_better(gains: Sequence[float], examples: int) -> bool:

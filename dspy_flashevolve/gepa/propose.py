@@ -25,7 +25,7 @@ from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.rollouts import RequestCost, gather
 from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.changes import Edit, EditedText
+from dspy_flashevolve.gepa.edits import Edit, EditedText
 from dspy_flashevolve.gepa.parts import is_json, parts_of
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Child, Parent

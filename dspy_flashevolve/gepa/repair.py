@@ -23,7 +23,7 @@ from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.staleness import Discard, PastCommit, StaleChild, Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.changes import is_too_long
+from dspy_flashevolve.gepa.edits import is_too_long
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.gepa.records import Base, Child

@@ -21,7 +21,7 @@ from dspy_flashevolve.engine.journal import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.staleness import POLICIES
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.credit import Credit
+from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Pool, write_commits
 from dspy_flashevolve.gepa.records import Crossover, Selected
@@ -149,16 +149,14 @@ def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
 # Credit assignment.
 
 
-def restore_credit(journal: RunJournal, credit: Credit, pool: Pool) -> None:
-    """Put the changes back, the evidence on them from the rollouts of steps that have ended, and what has grown."""
-    for index, names in pool.grown.items():
-        credit.mark_grown(pool.state.program_candidates[index], names)
+def restore_credit(journal: RunJournal, heads: Heads) -> None:
+    """Put the patches back, and the evidence on them from the rollouts of steps that have ended."""
     kept = journal.journal.get_state("credit")
     if kept is not None:
         rows = journal.journal.rows(
             "SELECT candidate, split, example, score FROM rollouts WHERE step < 0 OR step IN (SELECT step FROM ends)"
         )
-        credit.restore(kept, [(row["candidate"], row["split"], row["example"], row["score"]) for row in rows])
+        heads.restore_credit(kept, [(row["candidate"], row["split"], row["example"], row["score"]) for row in rows])
 
 
 # The run.

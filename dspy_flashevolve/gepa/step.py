@@ -26,8 +26,8 @@ from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look, Place, StalenessPolicy, Texts
 from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.gepa import resume
-from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit
+from dspy_flashevolve.gepa.edits import is_too_long
 from dspy_flashevolve.gepa.evaluate import Evaluations
 from dspy_flashevolve.gepa.heads import CONSOLIDATION, Given, Heads, Phase
 from dspy_flashevolve.gepa.options import has_foreign
@@ -150,7 +150,7 @@ class GepaLoop:
                 await pool.write(resume.take_up, run.journal, pool, is_seeded)
                 run.budget.spent = run.journal.spent
                 if self._credit is not None:
-                    await pool.write(resume.restore_credit, run.journal, self._credit, pool)
+                    await pool.write(resume.restore_credit, run.journal, self._heads)
         if is_seeded:
             run.budget.spent = pool.state.total_num_evals
             self._heads.restored()

@@ -27,18 +27,9 @@ class Changes:
     def __init__(self) -> None:
         self.scale, self.parent, self.outlook = 1.0, 0, Outlook(joins=True)
         self.now = BETTER
-        self.validating: list[int] = []
 
-    def head(self) -> Head:
-        return self.now
-
-    def mark_validating(self, step: int, head: Head) -> None:
-        self.validating.append(step)
-        self.now = WORSE  # later heads are compared with this one
-
-    def cancel_validation(self, step: int) -> bool:
-        self.now = BETTER
-        return step in self.validating
+    def head(self, over: frozenset[int]) -> Head:
+        return WORSE if over == self.now.patches else self.now  # it is compared with the one that was tried
 
 
 def heads_of(seconds_left: float = 1000.0) -> tuple[Heads, Any, Changes]:
@@ -105,9 +96,8 @@ def test_a_text_written_anew_becomes_the_base_where_it_has_half_of_what_the_head
     changes.now = Head({"p": "grown"}, frozenset({0}), gain=0.4)
     bases: list[int] = []
     more: dict[str, Any] = {
-        "is_made_of_changes": lambda texts: False,
+        "composition_of": lambda texts: None,
         "stand_on": lambda texts, index: bases.append(index),
-        "kept": dict,
     }
     vars(changes).update(more)
     pool: Any = SimpleNamespace(
