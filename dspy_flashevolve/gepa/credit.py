@@ -276,7 +276,7 @@ class Credit:
         child: Texts,
         edits: Mapping[str, Iterable[Edit]],
         split: str,
-        scores: Mapping[Hashable, float],
+        scores: Mapping[str, float],
     ) -> bool:
         """Take in the edits of a child; False where changes do not stand on its parent, and it stands for itself.
 

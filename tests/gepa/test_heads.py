@@ -13,9 +13,11 @@ from gepa.core.state import ValsetEvaluation
 
 from dspy_flashevolve.engine.steps import Budget, Step, StepEnded
 from dspy_flashevolve.gepa.credit import Head, Outlook
-from dspy_flashevolve.gepa.heads import CONSOLIDATION, Heads, Phase
+from dspy_flashevolve.gepa.edit_search import EditSearch
+from dspy_flashevolve.gepa.ending import Phase
+from dspy_flashevolve.gepa.heads import CONSOLIDATION, Heads
 from dspy_flashevolve.gepa.records import Commit, Proposal, Validated
-from tests.gepa.pools import configured, pool_of
+from tests.gepa.pools import iterations_of
 
 BETTER = Head({"p": "better"}, frozenset({0}), gain=0.5)
 WORSE = Head({"p": "worse"}, frozenset(), gain=0.0)
@@ -46,13 +48,14 @@ def heads_of(seconds_left: float = 1000.0) -> tuple[Heads, Any, Changes]:
     budget = Budget(None)
     budget.spent = 100
     run: Any = SimpleNamespace(
-        live=[], lockstep=False, journal=None, budget=budget, max_seconds=1000.0,
+        live=[], journal=None, budget=budget, max_seconds=1000.0,
         clock=type("Clock", (), {"began": 0.0, "__call__": lambda self: 1000.0 - seconds_left})(),
         scheduler=SimpleNamespace(limit=4, statistics=lambda: SimpleNamespace(stages={})),
     )  # fmt: skip
     changes: Any = Changes()
+    iterations = iterations_of()
     nothing: Any = None
-    heads = Heads(run, pool_of(), changes, nothing, nothing, configured(), [], False)
+    heads = Heads(run, iterations.pool, iterations, EditSearch(changes, 0.25, "train"), nothing, [], False)
     heads.time.record(100.0)
     return heads, run, changes
 
@@ -61,10 +64,8 @@ def kept(head: dict[int, float], clean: dict[int, float], best: float | None = N
     """Tags of what is committed of a head and the same text written anew, by the scores of both."""
     heads, _, _ = heads_of()
     pool: Any = SimpleNamespace(
-        frontier_type="instance",
-        best_score=lambda: best,
+        best_score=best,
         speculative=SimpleNamespace(withdraw=lambda keys: None),
-        reject=lambda *_, reason: None,
     )
     heads._pool = pool
     done = [
