@@ -248,7 +248,7 @@ class Credit:
         child: Texts,
         edits: Mapping[str, Iterable[Edit]],
         split: str,
-        scores: Mapping[Hashable, float],
+        scores: Mapping[str, float],
     ) -> bool:
         """Make patches of a child's edits; False where its parent is not made of patches, and it stands for itself.
 
@@ -258,7 +258,7 @@ class Credit:
             edits: component -> edits of the parent that make the child.
             split, scores: what the child had on its screen.
         """
-        self._grown.update(hash_of({name: child[name]}) for name in self.grown_in(parent))
+        self.mark_grown(child, self.grown_in(parent))
         before = self.composition_of(parent)
         composition = None if before is None else self._patches.take(step, before, edits)
         if composition is None:
@@ -297,19 +297,19 @@ class Credit:
         other's, or was made of such a text by edits."""
         return [name for name, text in texts.items() if hash_of({name: text}) in self._grown]
 
-    def effects_in_grown(self, texts: Texts, least: int) -> dict[str, list[tuple[str, float, float]]]:
-        """Find the components of a candidate that have grown and have at least ``least`` patches.
+    def mark_grown(self, texts: Texts, names: Iterable[str]) -> None:
+        """Take note that these components of a candidate have grown."""
+        self._grown.update(hash_of({name: texts[name]}) for name in names)
 
-        Returns:
-            Component -> for each of its patches what it puts in, its estimated effect, and the standard error.
-        """
+    def effects_in_grown(self, texts: Texts) -> dict[str, list[tuple[str, float, float]]]:
+        """Say of each component that has grown what is known of its patches: text, estimated effect, standard error."""
         effects: dict[str, list[tuple[str, float, float]]] = {name: [] for name in self.grown_in(texts)}
         estimated = self._estimated()
         for number in sorted(self.composition_of(texts) or ()):
             patch = self._patches.by_number[number]
             if patch.component in effects:
                 effects[patch.component].append((patch.text, *estimated[number]))
-        return {name: rows for name, rows in effects.items() if len(rows) >= least}
+        return effects
 
     def set_parent(self, index: int) -> None:
         """Name the best validated head, at ``index`` in gepa's pool."""
@@ -375,7 +375,7 @@ class Credit:
     def _record(self, candidate: Texts, composition: frozenset[int]) -> None:
         """Take note of the patches in a candidate."""
         self._evidence[0].setdefault(hash_of(candidate), composition)
-        self._grown.update(hash_of({name: candidate[name]}) for name in self._joined(composition))
+        self.mark_grown(candidate, self._joined(composition))
 
     def _joined(self, composition: Iterable[int]) -> list[str]:
         """Name the components in which several children have patches, or one in a text that has grown."""

@@ -22,14 +22,16 @@ from dspy.utils.exceptions import AdapterParseError
 from pydantic import ValidationError
 
 from dspy_flashevolve.engine.errors import FlashEvolveError
-from dspy_flashevolve.engine.rollouts import RequestCost, gather
+from dspy_flashevolve.engine.rollouts import RequestCost
 from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named
 from dspy_flashevolve.gepa.edits import Edit, EditedText
+from dspy_flashevolve.gepa.iterations import Iterations
 from dspy_flashevolve.gepa.parts import is_json, parts_of
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Child, Parent
 from dspy_flashevolve.gepa.reports import gepa_logger
+from dspy_flashevolve.gepa.search import Search
 from dspy_flashevolve.modules.reading import asked, past_cache, result_of, text_in
 from dspy_flashevolve.observe.statistics import PERFECT_MINIBATCH
 from dspy_flashevolve.programs.program import ProgramRunner
@@ -101,10 +103,18 @@ class Proposing:
     """Lets the reflection LM write children; ``check`` raises StepEnded where none is of use any more."""
 
     def __init__(
-        self, run: DspyRun, pool: Pool, program: ProgramRunner, calls: ReflectionCalls, check: Callable[[], None]
+        self,
+        run: DspyRun,
+        pool: Pool,
+        iterations: Iterations,
+        program: ProgramRunner,
+        search: Search,
+        calls: ReflectionCalls,
+        check: Callable[[], None],
     ) -> None:
-        self._check = check
-        self._run, self._pool, self._program, self._calls = run, pool, program, calls
+        self._check, self._search = check, search
+        self._run, self._pool, self._iterations = run, pool, iterations
+        self._program, self._calls = program, calls
         self.proposals = 0
         """Children that the reflection LM wrote."""
         self._unread = set[str]()
@@ -118,10 +128,7 @@ class Proposing:
             AssertionError: a text for a component that the parent does not have (as gepa).
         """
         prepared = [await self._prepare(step, parent) for parent in parents]
-        if self._run.lockstep:
-            outcomes = [await self._reflect(step, task) for task in prepared]
-        else:
-            outcomes = await gather([lambda task=task: self._reflect(step, task) for task in prepared])
+        outcomes = await self._search.together([lambda task=task: self._reflect(step, task) for task in prepared])
         children = [outcome for outcome in outcomes if isinstance(outcome, Child)]
         for child in children:
             await self._pool.write(self._pool.reports.proposed, step, child.texts)
@@ -139,17 +146,17 @@ class Proposing:
         journal = self._run.journal
         if journal is not None and journal.find_reply(step.number, "propose", str(parent.index)) is not None:
             return _Prepared(parent, [], {}, is_paid=True)
-        reason = await pool.write(pool.nothing_to_improve, step, task, evaluation)
+        reason = await pool.write(self._iterations.nothing_to_improve, step, task, evaluation)
         if reason is not None:  # without a trajectory nothing was paid, and such steps must not go on for ever
             return End(EndKind.REJECTED if evaluation.trajectories else EndKind.FAILED, NOTHING.get(reason, reason))
         reflection, rng, readable = self._program.reflection, None, None
-        if not self._run.lockstep:
+        if self._search.overlaps:
             rng = step.rng
             try:
                 readable = await reflection.readable(task.parent_candidate, evaluation)
             except NothingToReadError as error:
                 return self._unprepared(step, error)
-        components, unread = await pool.write(pool.choose_components, step, task, evaluation, readable)
+        components, unread = await pool.write(self._iterations.choose_components, step, task, evaluation, readable)
         self._tell_unread(step, unread, components)
         try:
             # Feedback comes from the metric, which may ask an LM: it takes a slot.
@@ -197,7 +204,7 @@ class Proposing:
                     "propose",
                     step,
                     lambda: self._program.reflection.propose(
-                        parent_texts, task.dataset, task.components, shrinks=not self._run.lockstep
+                        parent_texts, task.dataset, task.components, shrinks=self._search.spares_calls
                     ),
                     lambda reflection: RequestCost(reflection.tokens, reflection.cost_dollars),
                     record,

@@ -27,7 +27,6 @@ from dspy_flashevolve.gepa.edits import is_too_long
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.gepa.records import Base, Child
-from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.modules.rewriting import VERDICTS, ChildVerdict
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.reflection import checked_texts
@@ -65,15 +64,9 @@ class Repairs:
     """Has stale children repaired by a dspy module with the signature of ``StaleCandidateReflection``."""
 
     def __init__(
-        self,
-        run: DspyRun,
-        pool: Pool,
-        module: Module,
-        settings: GepaSettings,
-        code_components: Sequence[str],
-        calls: ReflectionCalls,
+        self, run: DspyRun, pool: Pool, module: Module, code_components: Sequence[str], calls: ReflectionCalls
     ) -> None:
-        self._run, self._pool, self._module, self._settings = run, pool, module, settings
+        self._run, self._pool, self._module, self._settings = run, pool, module, pool.settings
         self._code, self._calls, self._misses = list(code_components), calls, 0
         self.dropped = 0
         """Steps all of whose children were dropped."""

@@ -21,9 +21,9 @@ from dspy_flashevolve.engine.journal import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.staleness import POLICIES
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.heads import Heads
+from dspy_flashevolve.gepa.iterations import write_commits
 from dspy_flashevolve.gepa.options import restore_strategies
-from dspy_flashevolve.gepa.pool import Pool, write_commits
+from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Crossover, Selected
 from dspy_flashevolve.gepa.settings import Edits, GepaSettings
 from dspy_flashevolve.programs.checkpoint import CHECKPOINT, read_state
@@ -144,19 +144,6 @@ def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected 
 def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
     """Map the texts of ids to the ids."""
     return {id_text(example): example for example in loader.all_ids()}
-
-
-# Credit assignment.
-
-
-def restore_credit(journal: RunJournal, heads: Heads) -> None:
-    """Put the patches back, and the evidence on them from the rollouts of steps that have ended."""
-    kept = journal.journal.get_state("credit")
-    if kept is not None:
-        rows = journal.journal.rows(
-            "SELECT candidate, split, example, score FROM rollouts WHERE step < 0 OR step IN (SELECT step FROM ends)"
-        )
-        heads.restore_credit(kept, [(row["candidate"], row["split"], row["example"], row["score"]) for row in rows])
 
 
 # The run.

@@ -339,7 +339,7 @@ def test_a_better_text_is_returned_though_it_has_grown() -> None:
 
 
 def test_where_the_last_head_is_worse_than_an_older_text_the_calls_left_have_that_one_written_anew() -> None:
-    program = compiled(Reflection(0), 500, 18, 3, riddles=True)
+    program = compiled(Reflection(8), 400, 18, 3, riddles=True, seed=8)
     scores = program.detailed_results.val_aggregate_scores
     assert scores[-1] == max(scores[:-2]) > scores[-2], "the last head is worse than an older text"
     assert program.detailed_results.best_idx == len(scores) - 1

@@ -14,7 +14,7 @@ import pytest
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError
 from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.iterations import Iterations
 from tests.contract.surface import Scored, simulated
 from tests.contract.surface import sql as rows
 from tests.contract.test_going_on import run
@@ -86,14 +86,14 @@ def test_scores_that_json_or_sqlite_does_not_know_do_not_end_a_run(
 def test_a_crossover_that_was_under_way_goes_on_where_further_ones_are_not_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = Pool.commit
+    commit = Iterations.commit
 
     def killed(pool: Any, step: Any, work: Any) -> Any:
         if any(one.proposal.tag == "merge" for one in work):
             raise KeyError("killed before the commit of a crossover")
         return commit(pool, step, work)
 
-    monkeypatch.setattr(Pool, "commit", killed)
+    monkeypatch.setattr(Iterations, "commit", killed)
     options: dict[str, Any] = {"schedule": "lockstep", "predictors": 2, "seed": 2}
     with pytest.raises(KeyError):
         run(tmp_path, 900, **options)
@@ -109,14 +109,14 @@ def test_a_crossover_that_was_under_way_goes_on_where_further_ones_are_not_wante
 @cache
 def calls_at_a_commit() -> int:
     """Metric calls that a run has made when it commits its second candidate: what that is follows from its prompts."""
-    commit, calls, metric = Pool.commit, list[int](), Scored()
+    commit, calls, metric = Iterations.commit, list[int](), Scored()
 
     def noted(pool: Any, step: Any, work: Any) -> Any:
         calls.append(len(metric.questions))
         return commit(pool, step, work)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pool, "commit", noted)
+        patch.setattr(Iterations, "commit", noted)
         simulated(120, search="pareto", num_threads=8, metric=metric)
     return calls[1]
 
@@ -127,7 +127,7 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step
 ) -> None:
     """What is paid is not thrown away, wherever in its budget a run was interrupted."""
     budget = calls_at_a_commit() + left
-    commit, held, metric = Pool.commit, list[Any](), Scored()
+    commit, held, metric = Iterations.commit, list[Any](), Scored()
 
     def killed(pool: Any, step: Any, work: Any) -> Any:
         if len(metric.questions) >= budget - 20:
@@ -135,7 +135,7 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step
             raise KeyError("killed before a commit")
         return commit(pool, step, work)
 
-    monkeypatch.setattr(Pool, "commit", killed)
+    monkeypatch.setattr(Iterations, "commit", killed)
     options: dict[str, Any] = {"search": "pareto", "num_threads": 8, "metric": metric, "log_dir": str(tmp_path)}
     with pytest.raises(KeyError):
         simulated(budget, **options)
