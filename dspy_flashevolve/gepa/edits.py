@@ -399,12 +399,9 @@ class Patches:
 
     def _present(self, component: str, chosen: Collection[int]) -> list[Key]:
         """The parts that the base and patches put in and none of them takes out."""
-        gone = {key for number in chosen for key in self._removed(component, number)}
-        return [key for key in self._order(component) if key.patch in (BASE, *chosen) and key not in gone]
-
-    def _removed(self, component: str, number: int) -> tuple[Key, ...]:
-        patch = self.by_number[number]
-        return patch.removes if patch.component == component else ()
+        mine = [patch for number in chosen if (patch := self.by_number[number]).component == component]
+        gone, there = {key for patch in mine for key in patch.removes}, {BASE, *chosen}
+        return [key for key in self._order(component) if key.patch in there and key not in gone]
 
     def _visible(self, component: str, chosen: Collection[int]) -> list[Key]:
         """The same without what patches put in though another part says it."""

@@ -3,8 +3,8 @@
 A head follows from all rollouts so far (credit.py). It is validated again where it is better by some margin, and within
 a share of the metric calls. The last one is what the run returns: calls are kept for it, it begins while
 ``max_seconds`` still leave time, and the reflection LM writes its text anew beside it. A best text that is validated
-already, a perfect one too, is written anew as well before the run ends. How far a run is with
-the last one is a matter of ending.py.
+already, a perfect one too, is written anew as well before the run ends. How far a run is with the last one is a matter
+of ending.py.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ spent since the pool's best candidate became better. Then every third step valid
 are in the head: where changes do not add up, that is what dspy.GEPA does (``test_where_changes_do_not_add_up_...``)."""
 HEADS_SHARE = 0.2
 """Share of the metric calls spent that validations of heads may cost, before the last one: nobody reflects on them, so
-that most calls are for rollouts that teach."""
+that most calls are for rollouts that teach. Not tuned."""
 LEAST_GAIN = 0.01
-"""What a head has to gain before another validation, as a share of the range of scores; the last one takes any gain."""
+"""What a head has to gain before another validation, as a share of the range of scores; the last one takes any gain.
+Not tuned."""
 FEWEST_COMPARED, SURELY_BETTER = 20, 3.0
 """Standard errors by which the head has to beat the same text written anew to be kept. Of six such pairs on a real task
 heads and clean texts score the same on test (.41, .40), so that a difference of two errors is mostly luck: one head was
@@ -232,7 +233,7 @@ class Heads(Ending):
             )  # fmt: skip
         except RolloutUnresolvedError:
             return None
-        self._calls.record_reflections(asked.calls)
+        self._calls.record(reflections=asked.calls)
         clean = {**texts, **(asked.answer or {})}
         limits = settings.workflow.max_candidate_characters, settings.max_text_characters
         has_strayed = any(len(clean[name]) > len(texts[name]) + SPARE_CHARACTERS for name in effects)

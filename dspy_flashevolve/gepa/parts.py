@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 WRAPPED = 60
-"""A line of so many characters that does not end like a sentence is taken for hard-wrapped: the next one goes on."""
+"""A line of so many characters that does not end like a sentence is taken for hard-wrapped: the next one goes on. Not
+tuned."""
 
 FEW_WORDS = 3
-"""Two parts of more words that say the same are never both in a text. "Answer briefly." may stand in two sections."""
+"""Two parts of more words that say the same are never both in a text. "Answer briefly." may stand in two sections. Not
+tuned."""
 
 OPENING = 500
-"""Characters of a block that tell what it is: longer than any heading or mark of a list."""
+"""Characters of a block that tell what it is: longer than any heading or mark of a list. Not tuned."""
 _SENTENCE = re.compile(r"(?<=[.!?])(?<!\b[A-Z]\.)(?<!\be\.g\.)(?<!\bi\.e\.)(\s+)(?=[A-Z\"'(\[*_`])")
 _MARK = re.compile(r"\A\s*(?:[-*+•]|\d{1,3}[.)])\s+")
 NUMBER = re.compile(r"\A(\s*)(\d{1,3})(?=[.)]\s)")

@@ -63,13 +63,10 @@ class ReflectionCalls:
         self.integrations = 0
         """Calls for repairs."""
 
-    def record_reflections(self, calls: int) -> None:
-        """Count calls for proposals or consolidations."""
-        self.reflections += calls
-
-    def record_integrations(self, calls: int) -> None:
-        """Count calls for repairs."""
-        self.integrations += calls
+    def record(self, reflections: int = 0, integrations: int = 0) -> None:
+        """Count calls."""
+        self.reflections += reflections
+        self.integrations += integrations
 
     @property
     def total(self) -> int:
@@ -291,10 +288,11 @@ def _log(message: str, error: Exception) -> None:
 
 MOST_UNREADABLE = 3
 """Replies in a row that held no edit while the same LM wrote a whole text, after which whole texts are asked for at
-once. A model that cannot write edits would pay for two requests a reflection to the end of the run."""
+once. A model that cannot write edits would pay for two requests a reflection to the end of the run. Not tuned."""
 
 MOST_EDITS = 100
-"""Edits of one reply that are read. It is asked for twelve at most, and their time grows with their square."""
+"""Edits of one reply that are read. It is asked for twelve at most, and their time grows with their square. Not
+tuned."""
 
 TASK = """\
 An assistant performs a task with the instruction below, whose parts are numbered. You are given inputs of the task, the
@@ -411,8 +409,8 @@ class TextProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
 class EditProposer(TextProposer):
     """Asks the reflection LM for edits; an instruction proposer for gepa and dspy.GEPA, with an awaitable ``acall``.
 
-    Of a reply that was cut off those edits count that it closes. A reply that holds none is asked for once more: as
-    edits from an LM that has written some, else as a whole text.
+    Of a reply that was cut off those edits count that it closes. A reply that holds none is asked for once more from an
+    LM that has written some, and then as a whole text.
 
     Args:
         settings: an `InstructionProposer`, whose settings are taken over.
@@ -428,11 +426,9 @@ class EditProposer(TextProposer):
         self.propose_edits = dspy.Predict(signature.with_instructions(f"{self.base_instructions or TASK}\n\n{FORM}"))
 
     async def _proposed(self, instruction: str, inputs: Mapping[str, Any], is_sync: bool) -> str:
-        if self._unreadable < MOST_UNREADABLE and not is_json(instruction):
-            text = await self._improved(instruction, inputs, is_sync)
-            if not text and self._writes_edits:
-                text = await self._improved(instruction, inputs, is_sync, is_last=True)
-            if text:
+        asks_for_edits = self._unreadable < MOST_UNREADABLE and not is_json(instruction)
+        for attempt in range(asks_for_edits * (1 + self._writes_edits)):
+            if text := await self._improved(instruction, inputs, is_sync, attempt):
                 self._unreadable = 0
                 self._writes_edits |= isinstance(text, EditedText)
                 return text
@@ -440,18 +436,14 @@ class EditProposer(TextProposer):
         self._unreadable += 1  # an LM that refuses both writes whole texts no better than edits
         return text
 
-    async def _improved(self, instruction: str, inputs: Mapping[str, Any], is_sync: bool, is_last: bool = False) -> str:
-        """The instruction with the edits of a reply, or the whole text that came in their place; empty for neither, or
-        the error where no further request follows."""
-        inputs = {**inputs, "current_instruction": numbered(instruction), **past_cache(int(is_last))}
+    async def _improved(self, instruction: str, inputs: Mapping[str, Any], is_sync: bool, attempt: int) -> str:
+        """The instruction with the edits of a reply, or the whole text that came in their place; empty for neither."""
+        inputs = {**inputs, "current_instruction": numbered(instruction), **past_cache(attempt)}
         try:
             reply = await self._reply(self.propose_edits, inputs, is_sync)
         except (AdapterParseError, ValueError) as error:
             logger.info("A reflection's reply held no edits: %.200s", error)
-            text = unnumbered(text_in(getattr(error, "lm_response", ""), "new_instruction") or "", instruction)
-            if is_last and not text:
-                raise
-            return text
+            return unnumbered(text_in(getattr(error, "lm_response", ""), "new_instruction") or "", instruction)
         return EditedText.of(instruction, (reply.edits or ())[:MOST_EDITS])
 
 

@@ -145,7 +145,7 @@ class Repairs:
             "integrate", step, self._module, inputs, lm=self._settings.reflection_lm,
             read=lambda answer: read_answer(answer, stale, base.index), record=ReplyText(str(child.parent.index)),
         )  # fmt: skip
-        self._calls.record_integrations(asked.calls)
+        self._calls.record(integrations=asked.calls)
         return asked.answer or Repair(base=base.index, failed=asked.spent.error or "no answer")
 
     def _problem_of(self, child: Child) -> str:
