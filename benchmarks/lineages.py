@@ -23,7 +23,7 @@ from itertools import pairwise
 from benchmarks.models import reply_model_named
 from benchmarks.results import shown, table
 from benchmarks.workloads.rows import VARIABLE, data_folder
-from dspy_flashevolve.gepa.parts import NUMBER, Part, is_item, level_of, parts_of, words_of
+from dspy_flashevolve.gepa.parts import NUMBER, Part, is_item, level_of, normal, parts_of
 from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.words import Choices
 
@@ -106,7 +106,7 @@ class Fate:
 
 def likeness(part: Part, other: Part) -> float:
     """Share of their words that two parts have in common, from 0 to 1 (the Dice coefficient)."""
-    mine, words = words_of(part.text), words_of(other.text)
+    mine, words = (set(re.findall(r"\w+", normal(one.text))) for one in (part, other))
     return 2 * len(mine & words) / max(1, len(mine) + len(words))
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from dspy_flashevolve.async_meta_harness import AsyncMetaHarness
     from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError, RunAbortedError
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective
-    from dspy_flashevolve.gepa.changes import EditedText
     from dspy_flashevolve.gepa.compilation import AsyncGEPAResult
+    from dspy_flashevolve.gepa.edits import EditedText
     from dspy_flashevolve.gepa.settings import FLASHEVOLVE, Edits, Workflow
     from dspy_flashevolve.harness.program import Harness, HarnessError
     from dspy_flashevolve.modules.rewriting import StaleCandidateReflection
@@ -61,7 +61,7 @@ _HOMES = {
     "AsyncMetaHarness": "async_meta_harness",
     "AsyncStats": "observe.statistics",
     "DspyRun": "programs.run",
-    "EditedText": "gepa.changes",
+    "EditedText": "gepa.edits",
     "Edits": "gepa.settings",
     "FLASHEVOLVE": "gepa.settings",
     "Full": "engine.staleness",

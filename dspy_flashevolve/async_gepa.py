@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any, Literal
 
 import cloudpickle
@@ -22,10 +23,11 @@ from dspy_flashevolve.engine.run import Schedule
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.engine.steps import STEPS_TO_OVERLAP, pays_overlap
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.compilation import Best, Compilation, Estimate, estimate, texts_of
+from dspy_flashevolve.gepa.edits import is_too_long
 from dspy_flashevolve.gepa.options import check_options
 from dspy_flashevolve.gepa.reports import gepa_logger
+from dspy_flashevolve.gepa.search import Search
 from dspy_flashevolve.gepa.settings import Edits, GepaSettings, Workflow, asks_for_edits, edits_of
 from dspy_flashevolve.programs.function_lm import lm_of
 from dspy_flashevolve.programs.metric import check_metric
@@ -66,10 +68,10 @@ class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues,
             object of your own (docs/staleness.md). Any policy goes with any search.
         search: how candidates are composed. "edits" asks the reflection LM for edits, tests these in many prompts, and
             joins those that are expected to help. "pareto" is GEPA's own: every child stands for itself. Or
-            :class:`Edits` with other settings (docs/staleness.md). Default None: "edits", but "pareto" with an
-            ``instruction_proposer`` of your own, so that every text that runs is one that it returned, and where all
-            that evolves is code. With "edits", texts of your own proposer are joined as far as they are an
-            :class:`EditedText`. In lockstep it is "pareto".
+            :class:`Edits` with other settings, or a :class:`~.gepa.search.Search` of your own (docs/staleness.md).
+            Default None: "edits", but "pareto" with an ``instruction_proposer`` of your own, so that every text that
+            runs is one that it returned, and where all that evolves is code. With "edits", texts of your own proposer
+            are joined as far as they are an :class:`EditedText`. In lockstep it is "pareto".
         stale_candidate_reflection: the ``dspy.Module`` that repairs stale children. Default:
             :class:`StaleCandidateReflection`. It asks ``reflection_lm`` unless its predictors have LMs of their own.
         max_reflection_calls: no step starts after this many reflections and repairs. Default None: no limit.
@@ -105,6 +107,17 @@ class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues,
 
     Source: FlashEvolve (arXiv 2605.08520) for the asynchronous stages, GEPA (arXiv 2507.19457) for the loop.
     """
+
+    schedule: Schedule
+    staleness: Literal["full", "guarded", "reflective"] | StalenessPolicy
+    search: Literal["edits", "pareto"] | Edits | Search | None
+    stale_candidate_reflection: Module | None
+    max_reflection_calls: int | None
+    max_cost: float | None
+    max_seconds: float | None
+    max_concurrency: int | None
+    rollouts: RayRollouts | None
+    metric_lock: bool
 
     def __init__(
         self,
@@ -146,7 +159,7 @@ class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues,
         # The asynchronous engine
         schedule: Schedule = "async",
         staleness: Literal["full", "guarded", "reflective"] | StalenessPolicy = "full",
-        search: Literal["edits", "pareto"] | Edits | None = None,
+        search: Literal["edits", "pareto"] | Edits | Search | None = None,
         stale_candidate_reflection: Module | None = None,
         max_reflection_calls: int | None = None,
         max_cost: float | None = None,
@@ -157,53 +170,21 @@ class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues,
         metric_lock: bool = False,
         **unknown: Any,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
         refuse_unknown(unknown)
         check_metric(metric)
         if auto is not None and auto not in AUTO_RUN_SETTINGS:
             raise ConfigurationError(f"auto is {auto!r}, expected one of {', '.join(map(repr, AUTO_RUN_SETTINGS))}.")
         counted = any(budget is not None for budget in (auto, max_full_evals, max_metric_calls))
         without_calls = not counted and (max_seconds is not None or max_cost is not None)
-        super().__init__(
-            metric,
-            auto=auto,
-            max_full_evals=max_full_evals,
-            max_metric_calls=1 if without_calls else max_metric_calls,  # dspy.GEPA wants one of them
-            reflection_minibatch_size=reflection_minibatch_size,
-            candidate_selection_strategy=candidate_selection_strategy,
-            reflection_lm=lm_of(reflection_lm, "reflection_lm"),
-            skip_perfect_score=skip_perfect_score,
-            add_format_failure_as_feedback=add_format_failure_as_feedback,
-            instruction_proposer=instruction_proposer,
-            code_proposer=code_proposer,
-            component_selector=component_selector,
-            use_merge=use_merge,
-            max_merge_invocations=max_merge_invocations,
-            num_threads=num_threads,
-            failure_score=failure_score,
-            perfect_score=perfect_score,
-            log_dir=log_dir,
-            track_stats=track_stats,
-            use_wandb=use_wandb,
-            wandb_api_key=wandb_api_key,
-            wandb_init_kwargs=wandb_init_kwargs,
-            track_best_outputs=track_best_outputs,
-            warn_on_score_mismatch=warn_on_score_mismatch,
-            use_mlflow=use_mlflow,
-            seed=seed,
-            gepa_kwargs=gepa_kwargs,
-        )
+        gepas = {name: arguments.pop(name) for name in signature(GEPA.__init__).parameters if name in arguments}
+        most_calls = 1 if without_calls else max_metric_calls  # dspy.GEPA wants one of the budgets
+        lm = lm_of(reflection_lm, "reflection_lm")
+        super().__init__(**gepas | {"max_metric_calls": most_calls, "reflection_lm": lm})
+        for name, value in arguments.items():
+            setattr(self, name, value)
         self.max_metric_calls = None if without_calls else max_metric_calls
-        self.schedule: Schedule = schedule
-        self.staleness = staleness
-        self.search = search
-        self.stale_candidate_reflection = stale_candidate_reflection
-        self.max_reflection_calls = max_reflection_calls
-        self.max_cost = max_cost
-        self.max_seconds = max_seconds
-        self.max_concurrency = max_concurrency
         self.workflow = Workflow() if workflow is None else workflow
-        self.rollouts = rollouts
-        self.metric_lock = metric_lock
         self._best = Best()
         self._check_arguments()
         check_options(self._settings())
@@ -355,11 +336,13 @@ class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues,
         """
         return settings_of(GepaSettings, self, self.workflow)
 
-    def _usable_search(self, student: Module) -> str | Edits:
+    def _usable_search(self, student: Module) -> str | Edits | Search:
         """Return the search of one run: GEPA's own where nothing is written as edits, unless the user asks for edits.
 
         Code is never joined, whoever asks for it.
         """
+        if isinstance(self.search, Search):
+            return self.search
         if texts_of(student).keys() == enumerate_flex_submodules(student).keys():
             return "pareto"
         if self.search is not None:
@@ -423,6 +406,11 @@ class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues,
             raise ConfigurationError(f"stale_candidate_reflection is {module!r}, expected a dspy.Module.")
         if not isinstance(self.workflow, Workflow):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"workflow is {self.workflow!r}, expected a Workflow, or None.")
+        if isinstance(self.search, Search) and self.workflow.is_published:
+            raise ConfigurationError(
+                f"search is a {type(self.search).__name__} and workflow is {self.workflow!r}: FlashEvolve's "
+                "Workflow(validate=, workers=, median_seconds=) goes with 'edits' and 'pareto'. Leave these out."
+            )
         live = self.workflow.live_steps
         if self.schedule == "lockstep" and live not in (None, 1):
             raise ConfigurationError(f"live_steps is {live}, but schedule='lockstep' runs one step at a time.")

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -36,12 +37,20 @@ from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy,
 from dspy_flashevolve.engine.steps import End, EndKind, Step
 from dspy_flashevolve.engine.store import Store, reporting_damage
 from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.gepa.credit import Credit
+from dspy_flashevolve.gepa.edit_search import EditSearch
+from dspy_flashevolve.gepa.ending import Ending
 from dspy_flashevolve.gepa.evaluate import as_batch
+from dspy_flashevolve.gepa.heads import Heads
+from dspy_flashevolve.gepa.iterations import Iterations
+from dspy_flashevolve.gepa.lockstep import Lockstep
 from dspy_flashevolve.gepa.options import adapter_of, build_parts, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.propose import EditProposer, TextProposer
+from dspy_flashevolve.gepa.propose import EditProposer, ReflectionCalls, TextProposer
+from dspy_flashevolve.gepa.published import Published, PublishedEdits
 from dspy_flashevolve.gepa.reports import IterationLog, gepa_logger
 from dspy_flashevolve.gepa.resume import checkpoint_in, tell_changes, written_out
+from dspy_flashevolve.gepa.search import Search
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.gepa.step import GepaLoop
 from dspy_flashevolve.modules.rewriting import StaleCandidateReflection
@@ -196,30 +205,61 @@ class Compilation:
             self._build(store)
 
     def _build(self, store: Store) -> None:
-        settings, lockstep = self._settings, self._settings.is_lockstep
+        settings, search = self._settings, self._search()
         run = self._run = DspyRun(
             name="AsyncGEPA",
             stages=self._stages(),
-            # Lockstep spends its budget as dspy.GEPA does, which may overdraw it: gepa's stopper ends the run.
-            settings=replace(settings, max_metric_calls=None) if lockstep else settings,
+            # One that keeps to no budget spends it as dspy.GEPA does: gepa's stopper ends the run.
+            settings=settings if search.keeps_budget else replace(settings, max_metric_calls=None),
             store=store,
             shown_calls=settings.max_metric_calls,
         )
         self._metric = Metric(settings.metric_fn, run.threads, settings.metric_lock)
         reflection_lm = run.pace(settings.reflection_lm)
         adapter = adapter_of(settings, self._student, reflection_lm)
-        if not lockstep and type(adapter.custom_instruction_proposer) is InstructionProposer:
+        if search.overlaps and type(adapter.custom_instruction_proposer) is InstructionProposer:
             proposer = TextProposer if settings.edits is None else EditProposer
             adapter.custom_instruction_proposer = proposer(adapter.custom_instruction_proposer)
-        log = LoggerAdapter(gepa_logger) if lockstep else IterationLog()
+        log = IterationLog() if search.overlaps else LoggerAdapter(gepa_logger)
         self._parts = build_parts(settings, self._valset, log)
         self.best = Best(settings, adapter, lambda: self._pool)
         data = self._seed, self._trainset, self._valset
-        self._pool = Pool(run, settings, self._parts, adapter, *data, log, self.best, self._checkpoint)
+        pool = self._pool = Pool(run, settings, search, self._parts, adapter, *data, log, self.best, self._checkpoint)
+        iterations = Iterations(pool, search.caches_minibatches)
         elsewhere = None if run.actors is None else run.actors.rollout_maker(adapter, settings.metric_lock)
         program = self._program = ProgramRunner(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
-        policy = Full() if lockstep else self._usable_policy()
-        self._loop = GepaLoop(run, self._pool, program, settings, policy, self._repairing, self._initial)
+        calls = ReflectionCalls(run, settings.max_reflection_calls, settings.max_cost)
+        # A candidate with the perfect score on every validation example ends the run; dspy.GEPA goes on, and asks its
+        # LM's cache, since all of its steps start from that candidate. Ours start from variants, which are paid.
+        ends_with_perfect = (
+            search.spares_calls
+            and settings.skip_perfect_score
+            and settings.frontier_type == "instance"  # a frontier of objectives can still grow
+            and not settings.gepa_kwargs.get("stop_callbacks")  # whoever gives stoppers says when a run ends
+        )
+        if isinstance(search, EditSearch):
+            asks_for_edits = isinstance(adapter.custom_instruction_proposer, EditProposer)
+            more = self._initial, asks_for_edits, ends_with_perfect
+            ending = Heads(run, pool, iterations, search, calls, *more)
+        else:
+            ending = Ending(run, pool, iterations, search, self._initial, ends_with_perfect)
+        policy = self._usable_policy() if search.overlaps else Full()
+        self._loop = GepaLoop(run, pool, iterations, program, search, ending, calls, policy, self._repairing)
+
+    def _search(self) -> Search:
+        """Build the search of this run."""
+        settings, edits, workflow = self._settings, self._settings.edits, self._settings.workflow
+        if settings.is_lockstep:
+            return Lockstep()
+        if isinstance(settings.search, Search):
+            return deepcopy(settings.search)
+        published = workflow, settings.perfect_score, settings.seed
+        if edits is None:
+            return Published(*published) if workflow.is_published else Search()
+        limits = workflow.max_candidate_characters, settings.max_text_characters
+        credit = Credit(self._seed, abs(settings.perfect_score or 1.0), *limits)
+        own = credit, edits.frontier_share, "val" if self._valset is self._trainset else "train"
+        return PublishedEdits(*published, *own) if workflow.is_published else EditSearch(*own)
 
     def run_sync(self) -> Module:
         """Run to the end on a loop of its own, and build the best program; see :func:`run_to_end` for signals."""

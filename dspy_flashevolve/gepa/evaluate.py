@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 from gepa.core.adapter import EvaluationBatch
+from gepa.core.state import ValsetEvaluation
 from gepa.strategies.acceptance import ImprovementOrEqualAcceptance, StrictImprovementAcceptance
 from gepa.strategies.proposal_selection import AllImprovements, BestImprovement, TopKImprovements
 
@@ -21,22 +22,17 @@ from dspy_flashevolve.engine.requests import OnGranted, Rollout, RolloutCall, Ro
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, step_rng
 from dspy_flashevolve.engine.store import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.heads import CONSOLIDATION, is_surely_better
+from dspy_flashevolve.gepa.heads import COMPARED, CONSOLIDATION, is_surely_better
+from dspy_flashevolve.gepa.iterations import Iterations
 from dspy_flashevolve.gepa.options import Parts
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.published import PartialRelease
 from dspy_flashevolve.gepa.records import Batch, Candidate, Screened, Validated, ValidationPlan, evaluation_of
-from dspy_flashevolve.gepa.settings import Workflow
+from dspy_flashevolve.gepa.search import Observation, Search
 from dspy_flashevolve.programs.program import ProgramRunner, announce_evaluation
 from dspy_flashevolve.programs.records import ProgramRecord
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logger_named(__name__)
-COMPARED = 0.25
-"""Share of a validation on which a head and the same text written anew are compared where both cannot be paid whole.
-Under a model that rewrites whole texts (``rewriting``) runs of 120 metric calls gain .168 that way, .096 with the head
-alone, which is one of many rewrites; runs of 250 calls .230 and .128. Elsewhere they are level."""
-
 
 Watch = Callable[[int, Rollout], bool]
 
@@ -91,44 +87,36 @@ class Evaluations:
         run: slots, budget, Store.
         program: runs a candidate on one example.
         pool: gepa's state.
-        workflow: whether a candidate is released for selection on a part of its validation.
-        on_score: told of every rollout that was answered: the hash of its candidate, the split, the example, the score.
+        search: learns from rollouts, and says whether a candidate may be selected on a part of its validation.
     """
 
     def __init__(
-        self,
-        run: DspyRun,
-        program: ProgramRunner,
-        pool: Pool,
-        workflow: Workflow,
-        on_score: Callable[[str, str, str, float], None] | None = None,
+        self, run: DspyRun, program: ProgramRunner, pool: Pool, iterations: Iterations, search: Search
     ) -> None:
-        self._run, self._program, self._pool = run, program, pool
-        self.highest = math.inf if pool.perfect_score is None else pool.perfect_score
+        self._run, self._program, self._search = run, program, search
+        self._pool, self._iterations, self._settings = pool, iterations, pool.settings
+        self.highest = math.inf if pool.settings.perfect_score is None else pool.settings.perfect_score
         """The highest score that an example can have; infinity once one above it was seen."""
-        self._release: PartialRelease | None = None
-        if workflow.validate < 1 and not run.lockstep:
-            self._release = PartialRelease(workflow.validate, workflow.rounds, passing=self.highest, seed=pool.seed)
         self._has_warned = False
         """Of a score outside of the scale: once a run."""
         self.set_aside = Reservation(run.budget, 0)
         """Pays for the rest of the last head's validation where the budget has no room left."""
         self.train_split = "val" if pool.trainset is pool.loader else "train"  # else equal ids are different examples
-        self._on_score = on_score or (lambda candidate, split, example, score: None)
 
     def record_score(self, score: float) -> None:
         """Watch the scale of scores: warn once of one outside; reject nothing early after one above its end.
 
         The scale is as wide as ``perfect_score`` is large (1 where it is 0), and ends there: 0 to 1 by default.
         """
-        perfect, problem = self._pool.perfect_score, ""
+        perfect, problem = self._settings.perfect_score, ""
         lowest = -math.inf if perfect is None else perfect - abs(perfect or 1.0)
         if perfect is not None and score > perfect:
             skips = "A minibatch of such scores counts as perfect and is not reflected on. "
+            skips = skips if self._settings.skip_perfect_score else ""
             problem = (
-                f"{skips if self._pool.skips_perfect else ''}The effects of changes are estimated on too small a "
-                "scale. Pass the best score that your metric can give as perfect_score= (perfect_score=100 for scores "
-                "of 0 to 100), or return scores of 0 to 1."
+                f"{skips}The effects of changes are estimated on too small a scale. Pass the best score that your "
+                "metric can give as perfect_score= (perfect_score=100 for scores of 0 to 100), or return scores of 0 "
+                "to 1."
             )
         elif score < lowest:
             problem = (
@@ -142,14 +130,9 @@ class Evaluations:
         if score > self.highest:
             self.highest = math.inf
 
-    def record_scores(self, scores: Mapping[Any, float]) -> None:
-        """Take in a candidate's scores on validation examples."""
-        if self._release is not None:
-            self._release.record(scores)
-
     def gate(self, requests: int, before: Callable[[], float | None]) -> Gate | None:
         """Make what gives a screen up once its sum cannot pass; None where more than the sum decides."""
-        if self._run.lockstep or not rejects_by_sum(self._pool.parts):
+        if not self._search.spares_calls or not rejects_by_sum(self._pool.parts):
             return None
         return Gate(requests, self._pool.parts.acceptance_criterion, before, lambda: self.highest)
 
@@ -201,13 +184,7 @@ class Evaluations:
         return as_batch(rollouts)
 
     async def validation(
-        self,
-        stage: str,
-        step: Step,
-        candidate: Candidate,
-        ids: Sequence[Any],
-        *,
-        traced: bool = True,
+        self, stage: str, step: Step, candidate: Candidate, ids: Sequence[Any], *, traced: bool = True
     ) -> dict[Any, Rollout]:
         """Evaluate on validation examples; as in dspy.GEPA not ``traced`` for the seed and for crossovers, where a
         failed example's output is an empty prediction instead of None.
@@ -252,16 +229,15 @@ class Evaluations:
 
             record = ProgramRecord(program.records, candidate, examples[index], traced and keeps_trace, needs_trace)
             key = RolloutKey(name, split, ids[index], traced)
-            behind = len(ids) - index - 1
             rollout_call = RolloutCall(
                 key=key, stage=stage, step=step, reservation=step.reservation, make=call, written=record,
                 make_failure=lambda reason: program.failed_rollout(reason, traced),
-                followers=behind, on_granted=granted,
+                followers=len(ids) - index - 1, on_granted=granted,
             )  # fmt: skip
             rollout = await run.requests.answer(rollout_call)
             self.record_score(rollout.score)
             if not run.requests.is_unanswered(key):
-                self._on_score(name, split, id_text(ids[index]), rollout.score)
+                self._search.observe(Observation(candidate, name, split, id_text(ids[index]), rollout.score))
             left -= 1
             if watch is not None and not watch(index, rollout) and left:
                 decided = True
@@ -277,7 +253,7 @@ class Evaluations:
 
     def seed_examples(self) -> list[Any]:
         """List the validation examples of the seed: all, unless the evaluation policy wants fewer."""
-        narrow = getattr(self._pool.val_evaluation_policy, "get_seed_eval_batch", None)
+        narrow = getattr(self._pool.parts.val_evaluation_policy, "get_seed_eval_batch", None)
         return list(self._pool.loader.all_ids() if narrow is None else narrow(self._pool.loader))
 
     async def seed(self, pays: Reservation | None) -> None:
@@ -295,7 +271,7 @@ class Evaluations:
                 f"The budget of {self._run.budget.limit} metric calls cannot hold the seed's validation of {len(ids)} "
                 "examples."
             )
-        seed, step = pool.seed_candidate, Step(BEFORE_STEPS, step_rng(BEFORE_STEPS, pool.seed), pays)
+        seed, step = pool.seed_candidate, Step(BEFORE_STEPS, step_rng(BEFORE_STEPS, self._settings.seed), pays)
         step.record_version(0, math.inf)  # everything waits for it
         self._program.mistakes.watch_rollouts(len(ids))
         self._program.mistakes.watch_steps()
@@ -308,7 +284,7 @@ class Evaluations:
         finally:
             pays.refund()
         await pool.write(pool.confirm_seed, evaluation_of(rollouts))
-        self.record_scores({i: rollout.score for i, rollout in rollouts.items()})
+        self._search.record_validation({i: rollout.score for i, rollout in rollouts.items()})
 
     # Other candidates.
 
@@ -319,7 +295,7 @@ class Evaluations:
             is_last: it is the last head: what is set aside pays it, though other steps still run.
         """
         children = list(screened)
-        plans = await self._pool.write(lambda: [self._pool.lookup(child.proposal.candidate) for child in children])
+        plans = await self._pool.write(lambda: [self.plan(child.proposal.candidate) for child in children])
 
         def unpaid() -> int:
             return sum(self.unpaid(step, plan.candidate, plan.missing) for plan in plans)
@@ -331,7 +307,7 @@ class Evaluations:
                 worse, begun = await self._compared(step, plans, is_last)
             lost = "of the best text and the same written anew, this one is no better on the first examples"
             reason = lost if begun else "no budget is left for it"
-            await self._pool.write(self._pool.reject, step, children.pop(worse).proposal, reason=reason)
+            await self._pool.write(self._iterations.reject, step, children.pop(worse).proposal, reason=reason)
             plans.pop(worse)
             if not plans:
                 raise StepEnded(EndKind.DISCARDED, f"no budget is left for {missing} validation examples")
@@ -356,7 +332,7 @@ class Evaluations:
         """
         shared = [i for i in plans[0].missing if i in plans[1].missing]
         # Drawn, since examples may be sorted by class; the same again where an interrupted run goes on.
-        first = step_rng(step.number, self._pool.seed).sample(shared, math.ceil(COMPARED * len(shared)))
+        first = step_rng(step.number, self._settings.seed).sample(shared, math.ceil(COMPARED * len(shared)))
         rest = [[i for i in plan.missing if i not in first] for plan in plans]
         calls = sum(self.unpaid(step, plan.candidate, first) for plan in plans)
         calls += max(self.unpaid(step, plan.candidate, ids) for plan, ids in zip(plans, rest, strict=True))
@@ -377,7 +353,7 @@ class Evaluations:
             keys: gets the handle under which it can be selected meanwhile.
             begun: what it was run on already.
         """
-        ids, partial_release = [i for i in plan.missing if i not in begun], self._release
+        ids = [i for i in plan.missing if i not in begun]
         key: int | None = None
 
         async def part(stage: str, wanted: list[Any]) -> dict[Any, Rollout]:
@@ -385,19 +361,52 @@ class Evaluations:
 
         async def release(rollouts: dict[Any, Rollout]) -> None:
             nonlocal key
-            key = await self._pool.write(self._pool.release, child, replace(plan, missing=list(rollouts)), rollouts)
+            key = await self._pool.write(self._release, child, replace(plan, missing=list(rollouts)), rollouts)
             if key is not None:
                 keys.append(key)
 
         async def joined() -> dict[Any, Rollout]:
-            if partial_release is None or not self._pool.seed_confirmed:
+            if not self._pool.seed_confirmed:  # there is nothing to compare a prefix with
                 return {**begun, **await part("validate", ids)}
-            return {**begun, **await partial_release.validate(ids, part, release)}
+            return {**begun, **await self._search.validated(ids, part, release)}
 
         rollouts = await self._announced(plan.candidate, plan.missing, joined)
-        evaluation = await self._pool.write(self._pool.complete_validation, plan, rollouts)
-        self.record_scores({i: rollout.score for i, rollout in rollouts.items()})
+        evaluation = await self._pool.write(self.complete, plan, rollouts)
+        self._search.record_validation({i: rollout.score for i, rollout in rollouts.items()})
         return Validated(child.proposal, evaluation, len(plan.missing), child.base, key)
+
+    def plan(self, candidate: Candidate, ids: Sequence[Any] | None = None) -> ValidationPlan:
+        """Plan a validation, by default on the examples that the policy names: what gepa's cache has, and what is to be
+        run. Runs in the pool's writer."""
+        pool, cache = self._pool, self._pool.state.evaluation_cache
+        chosen = pool.parts.val_evaluation_policy.get_eval_batch(pool.loader, pool.state) if ids is None else ids
+        cached, missing = ({}, list(chosen)) if cache is None else cache.get_batch(candidate, list(chosen))
+        return ValidationPlan(candidate, cached, missing)
+
+    def complete(self, plan: ValidationPlan, rollouts: Mapping[Any, Rollout]) -> ValsetEvaluation[Any, Any]:
+        """Join fresh results with the cached ones, and cache them; the order in which they came leaves no trace. Runs
+        in the pool's writer."""
+        cache, fresh = self._pool.state.evaluation_cache, evaluation_of({i: rollouts[i] for i in plan.missing})
+        objectives = fresh.objective_scores_by_val_id
+        if cache is not None and plan.missing:
+            cache.put_batch(
+                plan.candidate,
+                plan.missing,
+                [fresh.outputs_by_val_id[i] for i in plan.missing],
+                [fresh.scores_by_val_id[i] for i in plan.missing],
+                None if objectives is None else [objectives[i] for i in plan.missing],
+            )
+        known = {i: entry.objective_scores for i, entry in plan.cached.items() if entry.objective_scores is not None}
+        return ValsetEvaluation(
+            outputs_by_val_id={**{i: e.output for i, e in plan.cached.items()}, **fresh.outputs_by_val_id},
+            scores_by_val_id={**{i: e.score for i, e in plan.cached.items()}, **fresh.scores_by_val_id},
+            objective_scores_by_val_id={**known, **(objectives or {})} or None,
+        )
+
+    def _release(self, child: Screened, plan: ValidationPlan, rollouts: Mapping[Any, Rollout]) -> int | None:
+        """Let selection pick a child whose validation is there in part; see :meth:`SpeculativeCandidates.release`."""
+        pool = self._pool
+        return pool.speculative.release(child, self.complete(plan, rollouts), pool.state, pool.best_index)
 
     async def _announced(
         self, candidate: Candidate, ids: Sequence[Any], validate: Callable[[], Awaitable[dict[Any, Rollout]]]

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 WRAPPED = 60
-"""A line of so many characters that does not end like a sentence is taken for hard-wrapped: the next one goes on."""
+"""A line of so many characters that does not end like a sentence is taken for hard-wrapped: the next one goes on. Not
+tuned."""
 
 FEW_WORDS = 3
-"""Two parts of more words that say the same are never both in a text. "Answer briefly." may stand in two sections."""
+"""Two parts of more words that say the same are never both in a text. "Answer briefly." may stand in two sections. Not
+tuned."""
 
 OPENING = 500
-"""Characters of a block that tell what it is: longer than any heading or mark of a list."""
+"""Characters of a block that tell what it is: longer than any heading or mark of a list. Not tuned."""
 _SENTENCE = re.compile(r"(?<=[.!?])(?<!\b[A-Z]\.)(?<!\be\.g\.)(?<!\bi\.e\.)(\s+)(?=[A-Z\"'(\[*_`])")
-_WORD = re.compile(r"\w+")
 _MARK = re.compile(r"\A\s*(?:[-*+•]|\d{1,3}[.)])\s+")
 NUMBER = re.compile(r"\A(\s*)(\d{1,3})(?=[.)]\s)")
 _ROW = re.compile(r"\A\s*([|>])")
@@ -131,11 +131,6 @@ def normal(part: str) -> str:
     return " ".join(_MARK.sub("", part).lower().split())
 
 
-@lru_cache(maxsize=2**14)
-def words_of(text: str) -> frozenset[str]:
-    return frozenset(_WORD.findall(normal(text)))
-
-
 @lru_cache(maxsize=2**16)
 def wording_of(part: Part) -> str:
     """What a part says, however it is marked, spaced and punctuated; empty for headings and for :data:`FEW_WORDS`."""
@@ -171,28 +166,9 @@ def said_once(parts: Sequence[Part], said: Iterable[str], fixed: Collection[int]
 
 
 def title_of(part: Part) -> str:
-    """What a part is about, if it says so, as "- **Dates:** ..." does; else the part."""
+    """What a heading, or an item such as "- **Dates:** ...", says that it is about; empty for any other part."""
     title = _TITLE.match(part.text)
-    return normal(title[1] if title else part.text)
-
-
-def sections_of(parts: Sequence[Part]) -> list[str]:
-    """Of each part the heading above it and the line that leads in, as "Keywords:" under several headings.
-
-    Where such a line comes again under one heading, it is told apart by what stands before it: a title without a mark.
-    """
-    above: list[tuple[str, str, str]] = []
-    heading, lead, title, last = "", "", "", ""
-    for part in parts:
-        above.append((heading, lead, title))
-        if level_of(part) < 8:
-            heading, lead, title = normal(part.text), "", ""
-        elif level_of(part) == 8:
-            lead, title = normal(part.text), last
-        last = normal(part.text) if words_of(part.text) else last
-    titles = set(above)
-    leads = Counter((heading, lead) for heading, lead, _ in titles)
-    return [f"{heading} / {title + ' ' if leads[heading, lead] > 1 else ''}{lead}" for heading, lead, title in above]
+    return normal(title[1] if title else part.text if level_of(part) < 8 else "")
 
 
 def ends_in_fence(text: str) -> bool:

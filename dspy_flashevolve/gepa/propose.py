@@ -22,14 +22,16 @@ from dspy.utils.exceptions import AdapterParseError
 from pydantic import ValidationError
 
 from dspy_flashevolve.engine.errors import FlashEvolveError
-from dspy_flashevolve.engine.requests import Call, RequestCost, gather
+from dspy_flashevolve.engine.requests import Call, RequestCost
 from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.changes import Edit, EditedText
+from dspy_flashevolve.gepa.edits import Edit, EditedText
+from dspy_flashevolve.gepa.iterations import Iterations
 from dspy_flashevolve.gepa.parts import is_json, parts_of
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Child, Parent
 from dspy_flashevolve.gepa.reports import gepa_logger
+from dspy_flashevolve.gepa.search import Search
 from dspy_flashevolve.modules.reading import asked, past_cache, result_of, text_in
 from dspy_flashevolve.observe.statistics import PERFECT_MINIBATCH
 from dspy_flashevolve.programs.program import ProgramRunner
@@ -61,13 +63,10 @@ class ReflectionCalls:
         self.integrations = 0
         """Calls for repairs."""
 
-    def record_reflections(self, calls: int) -> None:
-        """Count calls for proposals or consolidations."""
-        self.reflections += calls
-
-    def record_integrations(self, calls: int) -> None:
-        """Count calls for repairs."""
-        self.integrations += calls
+    def record(self, reflections: int = 0, integrations: int = 0) -> None:
+        """Count calls."""
+        self.reflections += reflections
+        self.integrations += integrations
 
     @property
     def total(self) -> int:
@@ -100,10 +99,18 @@ class Proposing:
     """Lets the reflection LM write children; ``check`` raises StepEnded where none is of use any more."""
 
     def __init__(
-        self, run: DspyRun, pool: Pool, program: ProgramRunner, calls: ReflectionCalls, check: Callable[[], None]
+        self,
+        run: DspyRun,
+        pool: Pool,
+        iterations: Iterations,
+        program: ProgramRunner,
+        search: Search,
+        calls: ReflectionCalls,
+        check: Callable[[], None],
     ) -> None:
-        self._check = check
-        self._run, self._pool, self._program, self._calls = run, pool, program, calls
+        self._check, self._search = check, search
+        self._run, self._pool, self._iterations = run, pool, iterations
+        self._program, self._calls = program, calls
         self.proposals = 0
         """Children that the reflection LM wrote."""
         self._unread = set[str]()
@@ -117,10 +124,7 @@ class Proposing:
             AssertionError: a text for a component that the parent does not have (as gepa).
         """
         prepared = [await self._prepare(step, parent) for parent in parents]
-        if self._run.lockstep:
-            outcomes = [await self._reflect(step, task) for task in prepared]
-        else:
-            outcomes = await gather([lambda task=task: self._reflect(step, task) for task in prepared])
+        outcomes = await self._search.together([lambda task=task: self._reflect(step, task) for task in prepared])
         children = [outcome for outcome in outcomes if isinstance(outcome, Child)]
         for child in children:
             await self._pool.write(self._pool.reports.proposed, step, child.texts)
@@ -137,17 +141,17 @@ class Proposing:
         pool, task, evaluation = self._pool, parent.task, parent.evaluation
         if self._run.store.find_reply(step.number, "propose", str(parent.index)) is not None:
             return _Prepared(parent, [], {}, is_paid=True)
-        reason = await pool.write(pool.nothing_to_improve, step, task, evaluation)
+        reason = await pool.write(self._iterations.nothing_to_improve, step, task, evaluation)
         if reason is not None:  # without a trajectory nothing was paid, and such steps must not go on for ever
             return End(EndKind.REJECTED if evaluation.trajectories else EndKind.FAILED, NOTHING.get(reason, reason))
         reflection, rng, readable = self._program.reflection, None, None
-        if not self._run.lockstep:
+        if self._search.overlaps:
             rng = step.rng
             try:
                 readable = await reflection.readable(task.parent_candidate, evaluation)
             except NothingToReadError as error:
                 return self._unprepared(step, error)
-        components, unread = await pool.write(pool.choose_components, step, task, evaluation, readable)
+        components, unread = await pool.write(self._iterations.choose_components, step, task, evaluation, readable)
         self._tell_unread(step, unread, components)
         try:
             # Feedback comes from the metric, which may ask an LM: it takes a slot.
@@ -191,17 +195,16 @@ class Proposing:
             self._check()
             self._calls.reflections += not task.is_paid
             try:
-                reflection = await self._run.requests.answer(
-                    Call(
-                        stage="propose",
-                        step=step,
-                        make=lambda: self._program.reflection.propose(
-                            parent_texts, task.dataset, task.components, shrinks=not self._run.lockstep
-                        ),
-                        cost_of=lambda reflection: RequestCost(reflection.tokens, reflection.cost_dollars),
-                        record=record,
-                    )
+                call = Call(
+                    stage="propose",
+                    step=step,
+                    make=lambda: self._program.reflection.propose(
+                        parent_texts, task.dataset, task.components, shrinks=self._search.spares_calls
+                    ),
+                    cost_of=lambda reflection: RequestCost(reflection.tokens, reflection.cost_dollars),
+                    record=record,
                 )
+                reflection = await self._run.requests.answer(call)
             except FlashEvolveError:
                 raise
             except Exception as error:
@@ -284,10 +287,11 @@ def _log(message: str, error: Exception) -> None:
 
 MOST_UNREADABLE = 3
 """Replies in a row that held no edit while the same LM wrote a whole text, after which whole texts are asked for at
-once. A model that cannot write edits would pay for two requests a reflection to the end of the run."""
+once. A model that cannot write edits would pay for two requests a reflection to the end of the run. Not tuned."""
 
 MOST_EDITS = 100
-"""Edits of one reply that are read. It is asked for twelve at most, and their time grows with their square."""
+"""Edits of one reply that are read. It is asked for twelve at most, and their time grows with their square. Not
+tuned."""
 
 TASK = """\
 An assistant performs a task with the instruction below, whose parts are numbered. You are given inputs of the task, the
@@ -404,8 +408,8 @@ class TextProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
 class EditProposer(TextProposer):
     """Asks the reflection LM for edits; an instruction proposer for gepa and dspy.GEPA, with an awaitable ``acall``.
 
-    Of a reply that was cut off those edits count that it closes. A reply that holds none is asked for once more: as
-    edits from an LM that has written some, else as a whole text.
+    Of a reply that was cut off those edits count that it closes. A reply that holds none is asked for once more from an
+    LM that has written some, and then as a whole text.
 
     Args:
         settings: an `InstructionProposer`, whose settings are taken over.
@@ -421,11 +425,9 @@ class EditProposer(TextProposer):
         self.propose_edits = dspy.Predict(signature.with_instructions(f"{self.base_instructions or TASK}\n\n{FORM}"))
 
     async def _proposed(self, instruction: str, inputs: Mapping[str, Any], is_sync: bool) -> str:
-        if self._unreadable < MOST_UNREADABLE and not is_json(instruction):
-            text = await self._improved(instruction, inputs, is_sync)
-            if not text and self._writes_edits:
-                text = await self._improved(instruction, inputs, is_sync, is_last=True)
-            if text:
+        asks_for_edits = self._unreadable < MOST_UNREADABLE and not is_json(instruction)
+        for attempt in range(asks_for_edits * (1 + self._writes_edits)):
+            if text := await self._improved(instruction, inputs, is_sync, attempt):
                 self._unreadable = 0
                 self._writes_edits |= isinstance(text, EditedText)
                 return text
@@ -433,18 +435,14 @@ class EditProposer(TextProposer):
         self._unreadable += 1  # an LM that refuses both writes whole texts no better than edits
         return text
 
-    async def _improved(self, instruction: str, inputs: Mapping[str, Any], is_sync: bool, is_last: bool = False) -> str:
-        """The instruction with the edits of a reply, or the whole text that came in their place; empty for neither, or
-        the error where no further request follows."""
-        inputs = {**inputs, "current_instruction": numbered(instruction), **past_cache(int(is_last))}
+    async def _improved(self, instruction: str, inputs: Mapping[str, Any], is_sync: bool, attempt: int) -> str:
+        """The instruction with the edits of a reply, or the whole text that came in their place; empty for neither."""
+        inputs = {**inputs, "current_instruction": numbered(instruction), **past_cache(attempt)}
         try:
             reply = await self._reply(self.propose_edits, inputs, is_sync)
         except (AdapterParseError, ValueError) as error:
             logger.info("A reflection's reply held no edits: %.200s", error)
-            text = unnumbered(text_in(getattr(error, "lm_response", ""), "new_instruction") or "", instruction)
-            if is_last and not text:
-                raise
-            return text
+            return unnumbered(text_in(getattr(error, "lm_response", ""), "new_instruction") or "", instruction)
         return EditedText.of(instruction, (reply.edits or ())[:MOST_EDITS])
 
 

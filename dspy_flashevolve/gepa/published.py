@@ -1,7 +1,8 @@
 """What FlashEvolve publishes beyond overlapping steps (arXiv 2605.08520): release on a part of a validation, the order
 of its examples (section 3.3) and the median rule (section 3.4).
 
-Only ``Workflow(validate=..., rounds=..., median_seconds=..., workers=...)`` uses it, as :data:`FLASHEVOLVE` does.
+A run has it where ``Workflow(validate=..., rounds=..., median_seconds=..., workers=...)`` asks for it, as
+:data:`FLASHEVOLVE` does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from dspy_flashevolve.engine.events import Event, LimitChanged, StageVisited
 from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.run import EvolutionRun, Work
 from dspy_flashevolve.engine.store import Rollout
+from dspy_flashevolve.gepa.edit_search import EditSearch
 from dspy_flashevolve.gepa.records import Candidate, Screened, Task
+from dspy_flashevolve.gepa.search import Search
 from dspy_flashevolve.gepa.settings import Workflow
 
 K = TypeVar("K", bound=Hashable)
@@ -71,25 +74,6 @@ class PartialRelease:
         size = max(1, math.ceil(round(self._share * len(examples), 1)))
         ordered = sorted(examples, key=self._key)
         return ordered[:size], ordered[size:]
-
-    async def validate(
-        self,
-        ids: Sequence[Any],
-        part: Callable[[str, list[Any]], Awaitable[dict[Any, Rollout]]],
-        release: Callable[[dict[Any, Rollout]], Awaitable[None]],
-    ) -> dict[Any, Rollout]:
-        """Run a candidate on the prefix, which ``release`` is told of, and on the rest beside it, by ``part``."""
-        first, rest = self.split(ids)
-        if not rest:
-            return await part("validate", first)
-
-        async def prefix() -> dict[Any, Rollout]:
-            rollouts = await part("prefix", first)
-            await release(rollouts)
-            return rollouts
-
-        known, others = await gather([prefix, lambda: part("validate", rest)])
-        return known | others
 
     def _key(self, example: Hashable) -> tuple[bool, float, float]:
         last = self._last.get(example, ())
@@ -271,15 +255,61 @@ def median_shares(windows: Mapping[str, StageWindow], bounds: Mapping[str, tuple
     return shares
 
 
-def bound_stages(run: EvolutionRun, workflow: Workflow) -> list[Work]:
-    """Bound the stages that have workers, each to its most; return what moves slots between stages during the run."""
-    pools = workflow.workers or {}
-    bounds = {stage: (pool, pool) if isinstance(pool, int) else pool for stage, pool in pools.items()}
-    run.scheduler.set_shares({stage: most for stage, (_, most) in bounds.items()})
-    if workflow.median_seconds is None or run.lockstep:
-        return []
-    every = dict.fromkeys(run.scheduler.statistics().stages, (1, run.slots))
-    return [partial(_move_slots, run, workflow.median_seconds, every | bounds)]
+class Published(Search):
+    """The search of FlashEvolve: GEPA's, with partial release, reordering and the median rule.
+
+    Args:
+        workflow: see :class:`~.settings.Workflow`.
+        passing: score from which an example counts as passed; None where no score does.
+        seed: of the order of examples that tell candidates apart equally well.
+    """
+
+    def __init__(self, workflow: Workflow, passing: float | None, seed: int | None) -> None:
+        self._workflow, passing = workflow, math.inf if passing is None else passing
+        self._prefix = PartialRelease(workflow.validate, workflow.rounds, passing=passing, seed=seed)
+
+    def record_validation(self, scores: Mapping[Any, float]) -> None:
+        """Take in which examples tell candidates apart."""
+        self._prefix.record(scores)
+
+    async def validated(
+        self,
+        ids: Sequence[Any],
+        part: Callable[[str, list[Any]], Awaitable[dict[Any, Rollout]]],
+        release: Callable[[dict[Any, Rollout]], Awaitable[None]],
+    ) -> dict[Any, Rollout]:
+        """Run a candidate on the prefix, which ``release`` is told of, and on the rest beside it."""
+        if self._workflow.validate == 1:
+            return await super().validated(ids, part, release)
+        first, rest = self._prefix.split(ids)
+        if not rest:
+            return await part("validate", first)
+
+        async def prefix() -> dict[Any, Rollout]:
+            rollouts = await part("prefix", first)
+            await release(rollouts)
+            return rollouts
+
+        known, others = await gather([prefix, lambda: part("validate", rest)])
+        return known | others
+
+    def watchers(self, run: EvolutionRun) -> list[Work]:
+        """Bound the stages that have workers, each to its most; return what moves slots between stages."""
+        pools = self._workflow.workers or {}
+        bounds = {stage: (pool, pool) if isinstance(pool, int) else pool for stage, pool in pools.items()}
+        run.scheduler.set_shares({stage: most for stage, (_, most) in bounds.items()})
+        if self._workflow.median_seconds is None:
+            return []
+        every = dict.fromkeys(run.scheduler.statistics().stages, (1, run.slots))
+        return [partial(_move_slots, run, self._workflow.median_seconds, every | bounds)]
+
+
+class PublishedEdits(Published, EditSearch):
+    """The search by edits with FlashEvolve's partial release, reordering and median rule."""
+
+    def __init__(self, workflow: Workflow, passing: float | None, seed: int | None, *edits: Any) -> None:
+        Published.__init__(self, workflow, passing, seed)
+        EditSearch.__init__(self, *edits)
 
 
 async def _move_slots(run: EvolutionRun, seconds: float, bounds: Mapping[str, tuple[int, int]]) -> None:

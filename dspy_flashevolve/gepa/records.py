@@ -13,7 +13,7 @@ from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.engine.store import Rollout
-from dspy_flashevolve.gepa.changes import Edit
+from dspy_flashevolve.gepa.edits import Edit
 
 Candidate = dict[str, str]
 Batch = EvaluationBatch[Any, Any]

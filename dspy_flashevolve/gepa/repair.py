@@ -23,11 +23,10 @@ from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.staleness import Discard, PastCommit, StaleChild, Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.changes import is_too_long
+from dspy_flashevolve.gepa.edits import is_too_long
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.gepa.records import Base, Child
-from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.modules.rewriting import VERDICTS, ChildVerdict
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.reflection import checked_texts
@@ -65,15 +64,9 @@ class Repairs:
     """Has stale children repaired by a dspy module with the signature of ``StaleCandidateReflection``."""
 
     def __init__(
-        self,
-        run: DspyRun,
-        pool: Pool,
-        module: Module,
-        settings: GepaSettings,
-        code_components: Sequence[str],
-        calls: ReflectionCalls,
+        self, run: DspyRun, pool: Pool, module: Module, code_components: Sequence[str], calls: ReflectionCalls
     ) -> None:
-        self._run, self._pool, self._module, self._settings = run, pool, module, settings
+        self._run, self._pool, self._module, self._settings = run, pool, module, pool.settings
         self._code, self._calls, self._misses = list(code_components), calls, 0
         self.dropped = 0
         """Steps all of whose children were dropped."""
@@ -150,7 +143,7 @@ class Repairs:
             "integrate", step, self._module, inputs, lm=self._settings.reflection_lm,
             read=lambda answer: read_answer(answer, stale, base.index), record=ReplyText(str(child.parent.index)),
         )  # fmt: skip
-        self._calls.record_integrations(asked.calls)
+        self._calls.record(integrations=asked.calls)
         return asked.answer or Repair(base=base.index, failed=asked.spent.error or "no answer")
 
     def _problem_of(self, child: Child) -> str:

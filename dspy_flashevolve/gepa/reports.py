@@ -21,7 +21,7 @@ from gepa.logging.experiment_tracker import ExperimentTracker
 
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.records import Batch, Child, Commit, Crossover, Proposal, Task
+from dspy_flashevolve.gepa.records import Batch, Task
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.report import report
@@ -114,7 +114,8 @@ class Reports:
             event = {"iteration": iteration, **event}
         notify_callbacks(self._callbacks, method, event)
 
-    def _log(self, step: Step, message: str) -> None:
+    def log(self, step: Step, message: str) -> None:
+        """Log a line of a step's iteration."""
         self._logger.log(f"Iteration {step.number + 1}: {message}")
 
     def track(self, step: Step, **figures: Any) -> None:
@@ -189,7 +190,7 @@ class Reports:
         if step.number in self._without_proposal:
             self._without_proposal.discard(step.number)
             without = "Reflective mutation did not propose a new candidate"
-            self._log(step, "Its changes go into the next candidate" if is_integrated else without)
+            self.log(step, "Its changes go into the next candidate" if is_integrated else without)
         self._iteration_ended(step.number, accepted)
 
     def end_steps(self) -> None:
@@ -213,35 +214,17 @@ class Reports:
         sizes = {"minibatch_ids": task.minibatch_ids, "trainset_size": len(self._trainset)}
         self.notify("on_minibatch_sampled", iteration, **sizes)
 
-    def parents_begin(self, step: Step, tasks: Sequence[Task]) -> None:
-        """The parents are about to be evaluated."""
-        for task in tasks:
-            self.evaluation_begins(step, task.minibatch, self.parents_of(task), task.parent_idx)
-
-    def parents_counted(self, step: Step, task: Task, is_seed_scored: bool) -> None:
-        """The metric calls of the parents, the first of which ``task`` has, are counted.
+    def parent_counted(self, step: Step, parent: int, is_seed_scored: bool) -> None:
+        """The metric calls of the parents are counted.
 
         Where the seed has no score yet, the log line of the selection waits for it.
         """
         self._without_proposal.add(step.number)
         if is_seed_scored:
-            self._log(step, f"Selected program {task.parent_idx} score: {score_of(self._state, task.parent_idx)}")
+            self.log(step, f"Selected program {parent} score: {score_of(self._state, parent)}")
         else:
-            self._early[step.number] = task.parent_idx
-        self.track(step, iteration=step.number + 1, selected_program_candidate=task.parent_idx)
-
-    def reflection_skipped(self, step: Step, task: Task, reason: str, scores: list[float]) -> None:
-        """A parent's minibatch is not reflected on."""
-        parent = task.parent_idx
-        what = "No trajectories" if reason == "no_trajectories" else "All subsample scores perfect"
-        self._log(step, f"{what} for parent {parent}. Skipping.")
-        skipped = {"candidate_idx": parent, "reason": reason, "scores": scores, "is_seed_candidate": parent == 0}
-        self.notify("on_evaluation_skipped", step.number + 1, **skipped)
-
-    def parents_of(self, task: Task) -> list[int]:
-        """Indices of the candidates that a task's parent was made from."""
-        parents = self._state.parent_program_for_candidate[task.parent_idx]
-        return [parent for parent in parents if parent is not None]
+            self._early[step.number] = parent
+        self.track(step, iteration=step.number + 1, selected_program_candidate=parent)
 
     # Children.
 
@@ -259,69 +242,34 @@ class Reports:
         """The reflection has written new texts."""
         self.notify("on_proposal_end", step.number + 1, new_instructions=texts, prompts={}, raw_lm_outputs={})
         for name, text in texts.items():
-            self._log(step, f"Proposed new text for {name}: {text}")
-
-    def children_begin(self, step: Step, children: Sequence[Child]) -> None:
-        """The children are about to be screened."""
-        for child in children:
-            self.evaluation_begins(step, child.parent.task.minibatch, [child.parent.task.parent_idx])
-
-    def child_evaluated(self, step: Step, batch: Batch, parents: list[int]) -> None:
-        """A child is screened, or could not pass its screen any more."""
-        self._without_proposal.discard(step.number)
-        self.evaluation_ended(step, batch, parents)
-
-    # Crossovers.
-
-    def crossover_begins(self, step: Step, plan: Crossover) -> None:
-        """A crossover is about to be screened."""
-        self.evaluation_begins(step, self._valset.fetch(list(plan.ids)), list(plan.parents), traced=False)
-
-    def crossover_judged(self, step: Step, plan: Crossover, score: float, parent_scores: list[float]) -> None:
-        """A crossover is screened; it is rejected where it is worse than the better of its parents."""
-        parents = list(plan.parents)
-        self.notify("on_merge_attempted", step.number + 1, parent_ids=parents, merged_candidate=plan.candidate)
-        if score < max(parent_scores):
-            worse = f"worse than both parents {parent_scores}"
-            self._log(step, f"New program subsample score {score} is {worse}, skipping merge")
-            self.notify(
-                "on_merge_rejected", step.number + 1, parent_ids=parents, reason=f"Merged score {score} {worse}"
-            )
-
-    # Candidates that come in.
-
-    def candidate_enters(self, step: Step, proposal: Proposal) -> None:
-        """A validated candidate is about to be added to the pool."""
-        if proposal.tag == "reflective_mutation":
-            before, after = sum(proposal.subsample_scores_before or []), sum(proposal.subsample_scores_after or [])
-            self._log(step, f"Accepted candidate (subsample score {before} -> {after}); running full eval.")
-
-    def candidate_added(self, step: Step, proposal: Proposal, commit: Commit) -> None:
-        """A candidate is in the pool."""
-        event = {"new_candidate_idx": commit.candidate, "parent_ids": proposal.parent_program_ids}
-        if proposal.tag == "merge":
-            self.notify("on_merge_accepted", step.number + 1, **event)
-        score = sum(proposal.subsample_scores_after) if proposal.subsample_scores_after else commit.score
-        self.notify("on_candidate_accepted", step.number + 1, new_score=score, **event)
+            self.log(step, f"Proposed new text for {name}: {text}")
 
     # Any evaluation of a minibatch.
 
     def evaluation_begins(
         self, step: Step, inputs: list[Any], parents: list[int], index: int | None = None, traced: bool = True
     ) -> None:
-        """A candidate is about to be evaluated; ``index``: its place in gepa's pool, where it has one."""
+        """A candidate is about to be evaluated; ``index``: its place in gepa's pool, where it has one, and parents."""
+        parents = parents if index is None else self._parents_of(index)
         self.notify(
             "on_evaluation_start", step.number + 1, candidate_idx=index, batch_size=len(inputs), capture_traces=traced,
             parent_ids=parents, inputs=inputs, is_seed_candidate=index == 0,
         )  # fmt: skip
 
     def evaluation_ended(self, step: Step, batch: Batch, parents: list[int], index: int | None = None) -> None:
-        """A candidate is evaluated."""
+        """A candidate is evaluated, or could not pass its screen any more; ``index``: as when it began."""
+        if index is None:
+            self._without_proposal.discard(step.number)
+        parents = parents if index is None else self._parents_of(index)
         self.notify(
             "on_evaluation_end", step.number + 1, candidate_idx=index, scores=batch.scores,
             has_trajectories=bool(batch.trajectories), parent_ids=parents, outputs=batch.outputs,
             trajectories=batch.trajectories, objective_scores=batch.objective_scores, is_seed_candidate=index == 0,
         )  # fmt: skip
+
+    def _parents_of(self, candidate: int) -> list[int]:
+        parents = self._state.parent_program_for_candidate[candidate]
+        return [parent for parent in parents if parent is not None]
 
 
 def _sent(log: Callable[..., None]) -> Callable[..., None]:

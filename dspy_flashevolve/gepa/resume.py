@@ -21,9 +21,9 @@ from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.staleness import POLICIES
 from dspy_flashevolve.engine.store import BEFORE_STEPS, Store, id_text
 from dspy_flashevolve.engine.texts import logger_named
-from dspy_flashevolve.gepa.credit import Credit
+from dspy_flashevolve.gepa.iterations import write_commits
 from dspy_flashevolve.gepa.options import restore_strategies
-from dspy_flashevolve.gepa.pool import Pool, write_commits
+from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Crossover, Selected
 from dspy_flashevolve.gepa.settings import Edits, GepaSettings
 from dspy_flashevolve.programs.checkpoint import CHECKPOINT, read_state
@@ -144,21 +144,6 @@ def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
     return {id_text(example): example for example in loader.all_ids()}
 
 
-# Credit assignment.
-
-
-def restore_credit(store: Store, credit: Credit, pool: Pool) -> None:
-    """Put the changes back, the evidence on them from the rollouts of steps that have ended, and what has grown."""
-    for index, names in pool.grown.items():
-        credit.mark_grown(pool.state.program_candidates[index], names)
-    kept = store.get_state("credit")
-    if kept is not None:
-        rows = store.rows(
-            "SELECT candidate, split, example, score FROM rollouts WHERE step < 0 OR step IN (SELECT step FROM ends)"
-        )
-        credit.restore(kept, [(row["candidate"], row["split"], row["example"], row["score"]) for row in rows])
-
-
 # The run.
 
 
@@ -169,7 +154,7 @@ def take_up(store: Store, pool: Pool, seeded: bool) -> None:
         seeded: gepa's checkpoint was there.
 
     Raises:
-        RunDirectoryError: the Store is damaged, or knows of candidates while gepa's checkpoint is gone.
+        RunDirectoryError: the journal is damaged, or knows of candidates while gepa's checkpoint is gone.
     """
     is_open = "NOT IN (SELECT step FROM ends)"  # killed after its commit, before its end was written
     for row in store.rows(f"SELECT DISTINCT step FROM commits WHERE step IS NOT NULL AND step {is_open}"):

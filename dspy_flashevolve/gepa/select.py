@@ -12,17 +12,18 @@ from typing import Any
 from gepa.proposer.merge import MergeProposer
 
 from dspy_flashevolve.engine.steps import Step
-from dspy_flashevolve.gepa.credit import Credit
+from dspy_flashevolve.gepa.iterations import Iterations
 from dspy_flashevolve.gepa.options import Chosen
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Crossover, Selected, Task
+from dspy_flashevolve.gepa.search import Search
 
 
 class Selection:
     """Selects what steps work on. Everything runs in the pool's writer.
 
     Args:
-        frontier_share: share of the steps that start from the Pareto frontier, not from what ``credit`` composes.
+        search: says where a step starts.
         unanswerable: a candidate's texts -> training examples that get no answer: its minibatches avoid them.
         most_examples: of a minibatch; None for as many as the sampler draws.
     """
@@ -30,12 +31,12 @@ class Selection:
     def __init__(
         self,
         pool: Pool,
-        credit: Credit | None,
-        frontier_share: float,
+        iterations: Iterations,
+        search: Search,
         unanswerable: Callable[[dict[str, str]], set[Any]],
         most_examples: Callable[[], int | None],
     ) -> None:
-        self._pool, self._credit, self._frontier_share = pool, credit, frontier_share
+        self._pool, self._iterations, self._search = pool, iterations, search
         self._unanswerable, self._most_examples = unanswerable, most_examples
         self._crossing: set[int] = set()
         """Numbers of the steps that cross two candidates."""
@@ -46,15 +47,15 @@ class Selection:
         Returns:
             The pool's version, the best validation score among the parents, and the work."""
         pool = self._pool
-        pool.begin_step(step)
+        self._iterations.begin(step)
         draw, rng = 1.0, random.Random()
-        if not pool.shares_randomness:
+        if self._search.overlaps:
             pool.parts.rng.seed(step.rng.getrandbits(64))
             draw = step.rng.random()
             rng.seed(step.rng.getrandbits(64))
         work = self._crossover(step) or self._sample(step, draw, rng)
         pool.keep_strategies()
-        return pool.version, 0.0 if pool.shares_randomness else self.parent_score(work), work
+        return pool.version, self.parent_score(work), work
 
     def parent_score(self, work: Selected | Crossover) -> float:
         """Return the best validation score among the parents; 0 before the seed is confirmed."""
@@ -64,8 +65,8 @@ class Selection:
 
     def runs_again(self, step: Step, crossover: bool) -> None:
         """Begin a step of an interrupted run again: draw and count what it drew and counted then."""
-        trace = self._pool.begin_step(step)
-        if not self._pool.shares_randomness:
+        trace = self._iterations.begin(step)
+        if self._search.overlaps:
             step.rng.getrandbits(64)
             step.rng.random()
             step.rng.getrandbits(64)
@@ -84,12 +85,10 @@ class Selection:
             return None
         plan = None
         # gepa checks max_merge_invocations only when it schedules; with several in flight that is too early.
-        may = (
-            self._pool.shares_randomness
-            or merge.total_merges_tested + len(self._crossing) < merge.max_merge_invocations
-        )
+        tested = merge.total_merges_tested + len(self._crossing)
+        may = not self._search.overlaps or tested < merge.max_merge_invocations
         if merge.last_iter_found_new_program and merge.merges_due > len(self._crossing) and may:
-            plan = plan_crossover(self._pool, step, merge)
+            plan = plan_crossover(self._pool, self._iterations, step, merge)
         merge.last_iter_found_new_program = False
         if plan is not None:
             self._crossing.add(step.number)
@@ -98,43 +97,41 @@ class Selection:
     def _sample(self, step: Step, draw: float, rng: random.Random) -> Selected:
         pool, parts = self._pool, self._pool.parts
         selector = parts.candidate_selection_strategy if pool.seed_confirmed else _fixed(0)
-        credit, variant = self._credit, None
-        if credit is not None and credit.outlook.joins is not False and draw >= self._frontier_share:
-            variant = credit.variant(rng)
-            selector = _fixed(credit.parent)
+        self._search.catch_up()
+        start = self._search.select(pool.state, rng) if draw >= self._search.frontier_share else None
+        if start is not None:
+            selector = _fixed(start.candidate)
         tasks, bases = pool.speculative.sample(
             pool.state,
             lambda state: parts.sampling_strategy.sample_tasks(state, selector, parts.batch_sampler, pool.trainset),
         )
-        if credit is not None and variant is not None:
+        if start is not None and start.texts is not None:
             for place, task in enumerate(tasks):  # a strategy of the user's may choose parents by itself
-                if task.parent_idx == credit.parent and (bases[place] is None or not pool.seed_confirmed):
-                    tasks[place] = replace(task, parent_candidate=dict(variant))
+                if task.parent_idx == start.candidate and (bases[place] is None or not pool.seed_confirmed):
+                    tasks[place] = replace(task, parent_candidate=dict(start.texts))
         most = self._most_examples()
         tasks = [
             replace(task, minibatch_ids=task.minibatch_ids[:most], minibatch=task.minibatch[:most]) for task in tasks
         ]
-        tasks = [self._once(task) for task in tasks]
-        tasks = [self._answerable(task, self._unanswerable(task.parent_candidate)) for task in tasks]
+        if self._search.spares_calls:
+            tasks = [self._answerable(task) for task in tasks]
         for task in tasks:
             pool.reports.task_selected(step, task)
         return Selected(tuple(tasks), tuple(bases))
 
-    def _once(self, task: Task) -> Task:
-        """The task with each example once: gepa fills a minibatch that is larger than the training set with examples
-        that are in it already. dspy.GEPA, and lockstep, run them again."""
-        ids = list(dict.fromkeys(task.minibatch_ids))
-        if self._pool.shares_randomness or len(ids) == len(task.minibatch_ids):
+    def _answerable(self, task: Task) -> Task:
+        """The task with each example once, and others in the place of those that get no answer, as far as there are.
+
+        gepa fills a minibatch that is larger than the training set with examples that are in it already.
+        """
+        once, out = list(dict.fromkeys(task.minibatch_ids)), self._unanswerable(task.parent_candidate)
+        ids = [example for example in once if example not in out]
+        if len(ids) < len(once):
+            left = [example for example in self._pool.trainset.all_ids() if example not in out and example not in ids]
+            ids = ids + self._pool.parts.rng.sample(left, min(len(once) - len(ids), len(left))) or once
+        if ids == list(task.minibatch_ids):
             return task
         return replace(task, minibatch_ids=ids, minibatch=self._pool.trainset.fetch(ids))
-
-    def _answerable(self, task: Task, out: set[Any]) -> Task:
-        """The task with other training examples in the place of those that get no answer, as far as there are any."""
-        kept = [example for example in task.minibatch_ids if example not in out]
-        left = [example for example in self._pool.trainset.all_ids() if example not in out and example not in kept]
-        missing = len(task.minibatch_ids) - len(kept)
-        ids = kept + self._pool.parts.rng.sample(left, min(missing, len(left))) or list(task.minibatch_ids)
-        return replace(task, minibatch_ids=ids, minibatch=self._pool.trainset.fetch(ids)) if missing else task
 
 
 def _fixed(index: int) -> Any:
@@ -142,12 +139,12 @@ def _fixed(index: int) -> Any:
     return SimpleNamespace(select_candidate_idx=lambda state: index)
 
 
-def plan_crossover(pool: Pool, step: Step, merge: MergeProposer[Any]) -> Crossover | None:
+def plan_crossover(pool: Pool, iterations: Iterations, step: Step, merge: MergeProposer[Any]) -> Crossover | None:
     """Choose two candidates of the frontier and the validation examples that judge their child; None for none.
 
     gepa's ``MergeProposer.propose`` plans and evaluates in one blocking call: it is left where it would evaluate."""
-    trace, subscores = pool.log_entry(step), pool.state.prog_candidate_val_subscores
-    with pool.acting_for(step):
+    trace, subscores = iterations.log_entry(step), pool.state.prog_candidate_val_subscores
+    with iterations.acting_for(step):
         try:
             proposal = merge.propose(pool.state)  # to its end where gepa's cache has all scores
             candidate = None if proposal is None else proposal.candidate

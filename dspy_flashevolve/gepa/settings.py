@@ -12,6 +12,7 @@ from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from dspy_flashevolve.engine.errors import ConfigurationError, check_counts, check_limits
 from dspy_flashevolve.engine.provider import OUTAGE_SECONDS
 from dspy_flashevolve.engine.staleness import StalenessPolicy
+from dspy_flashevolve.gepa.search import Search
 from dspy_flashevolve.programs.settings import RunSettings
 
 MINIBATCH = 3
@@ -67,9 +68,9 @@ def edits_of(search: Any) -> Edits | None:
     """
     if isinstance(search, Edits):
         return search
-    if isinstance(search, str) and search in ("edits", "pareto"):
+    if isinstance(search, Search) or (isinstance(search, str) and search in ("edits", "pareto")):
         return Edits() if search == "edits" else None
-    raise ConfigurationError(f"search is {search!r}, expected 'edits', 'pareto', an Edits(...), or None.")
+    raise ConfigurationError(f"search is {search!r}, expected 'edits', 'pareto', an Edits(...), a Search, or None.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,11 @@ class Workflow:
     max_outage_seconds: float | None = OUTAGE_SECONDS
     rollout_timeout_seconds: float | None = None
     max_candidate_characters: int | None = None
+
+    @property
+    def is_published(self) -> bool:
+        """Whether it asks for what FlashEvolve has beyond steps that overlap (published.py)."""
+        return self.validate < 1 or bool(self.workers) or self.median_seconds is not None
 
     def __post_init__(self) -> None:
         share: Any = self.validate
@@ -191,7 +197,7 @@ class GepaSettings(RunSettings):
     use_mlflow: bool = False
     gepa_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     staleness: Literal["full", "guarded", "reflective"] | StalenessPolicy = "full"
-    search: Literal["edits", "pareto"] | Edits | None = "edits"
+    search: Literal["edits", "pareto"] | Edits | Search | None = "edits"
     stale_candidate_reflection: Module | None = None
     max_reflection_calls: int | None = None
     max_cost: float | None = None

@@ -2,8 +2,8 @@
 
     select -> rollout -> propose --(stale)--> repair -> screen -> validate -> commit (version + 1)
 
-A staleness policy says which children are repaired (repair.py). With the search by edits, what a child that passed its
-screen adds joins that of all others (credit.py), and what is validated is mostly a head that is composed of it.
+A staleness policy says which children are repaired (repair.py). The search says where a step starts, whether its child
+is screened, and whether it joins others (search.py); what is validated beside children says ending.py.
 
 The order of callbacks, log entries, metrics and counts within a step is that of gepa 0.1.4
 (``ReflectiveMutationProposer.propose`` and ``GEPAEngine``); steps overlap.
@@ -23,17 +23,16 @@ from dspy_flashevolve.engine.errors import ConfigurationError, NoLongerWantedErr
 from dspy_flashevolve.engine.events import SeedValidated
 from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look, Place, StalenessPolicy, Texts
-from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
+from dspy_flashevolve.engine.steps import Admission, End, EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.engine.store import BEFORE_STEPS, hash_of, id_text, reporting_damage
 from dspy_flashevolve.gepa import resume
-from dspy_flashevolve.gepa.changes import is_too_long
-from dspy_flashevolve.gepa.credit import Credit
+from dspy_flashevolve.gepa.edits import is_too_long
+from dspy_flashevolve.gepa.ending import Ending, PendingValidation
 from dspy_flashevolve.gepa.evaluate import Evaluations
-from dspy_flashevolve.gepa.heads import CONSOLIDATION, Given, Heads, Phase
+from dspy_flashevolve.gepa.iterations import Iterations
 from dspy_flashevolve.gepa.options import has_foreign
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import EditProposer, Proposing, ReflectionCalls
-from dspy_flashevolve.gepa.published import bound_stages
 from dspy_flashevolve.gepa.records import (
     Batch,
     Child,
@@ -49,9 +48,11 @@ from dspy_flashevolve.gepa.records import (
 )
 from dspy_flashevolve.gepa.repair import Repairs
 from dspy_flashevolve.gepa.reports import figures, gepa_logger
+from dspy_flashevolve.gepa.screening import Screening
+from dspy_flashevolve.gepa.search import Search
 from dspy_flashevolve.gepa.select import Selection
-from dspy_flashevolve.gepa.settings import MINIBATCH, GepaSettings
-from dspy_flashevolve.gepa.spending import GENERATIONS, PERFECT, Screening, SearchWidth, Spending
+from dspy_flashevolve.gepa.settings import MINIBATCH
+from dspy_flashevolve.gepa.spending import GENERATIONS, PERFECT, SearchWidth, Spending, alone_width
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
 
@@ -60,62 +61,42 @@ class GepaLoop:
     """Takes the steps of one run of GEPA; :meth:`step` is the picture above as code.
 
     Args:
+        search: where steps start, what joins.
+        ending: what is validated beside the children of steps.
+        calls: counts those of the reflection LM.
         policy: looks at children where it says.
         repairing: the module that repairs stale children.
-        initial: candidates to begin from beside the seed; each has a step that validates it.
     """
 
     def __init__(
         self,
         run: DspyRun,
         pool: Pool,
+        iterations: Iterations,
         program: ProgramRunner,
-        settings: GepaSettings,
+        search: Search,
+        ending: Ending,
+        calls: ReflectionCalls,
         policy: StalenessPolicy,
         repairing: Module,
-        initial: Sequence[Texts] = (),
     ) -> None:
-        self._run, self._pool, self._policy, self._settings = run, pool, policy, settings
-        most = self._most_characters = settings.workflow.max_candidate_characters
-        each = settings.max_text_characters
+        settings = self._settings = pool.settings
+        self._run, self._pool, self._iterations, self._policy = run, pool, iterations, policy
+        self._search, self._ending, self._calls = search, ending, calls
         code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
-        search = settings.edits
-        self._credit: Credit | None = None
-        if search is not None:
-            scale = abs(pool.perfect_score or 1.0)
-            self._credit = Credit(pool.seed_candidate, scale, most, each)
-        record_score = None if self._credit is None else self._credit.record_score
-        self._evaluations = Evaluations(run, program, pool, settings.workflow, record_score)
-        calls = self._calls = ReflectionCalls(run, settings.max_reflection_calls, settings.max_cost)
-        self._proposing = Proposing(run, pool, program, calls, self._end_if_perfect)
-        self._repairs = Repairs(run, pool, repairing, settings, code, calls)
-        share = 1.0 if search is None else search.frontier_share
+        self._evaluations = Evaluations(run, program, pool, iterations, search)
+        self._proposing = Proposing(run, pool, iterations, program, search, calls, self._end_if_over)
+        self._repairs = Repairs(run, pool, repairing, code, calls)
         self._screening = Screening()
-        self._selection = Selection(pool, self._credit, share, self._unanswerable, self._most_examples)
-        has_edits = isinstance(program.adapter.custom_instruction_proposer, EditProposer)
+        self._selection = Selection(pool, iterations, search, self._unanswerable, self._most_examples)
         minibatch = min(settings.minibatch_size, len(pool.trainset))
-        # A candidate with the perfect score on every validation example ends the run; dspy.GEPA goes on, and asks its
-        # LM's cache, since all of its steps start from that candidate. Ours start from variants, which are paid.
-        ends_with_perfect = (
-            not run.lockstep
-            and settings.skip_perfect_score
-            and pool.frontier_type == "instance"  # a frontier of objectives can still grow
-            and not settings.gepa_kwargs.get("stop_callbacks")  # whoever gives stoppers says when a run ends
-        )
-        self._heads = Heads(
-            run, pool, self._credit, self._selection, calls, settings, initial, has_edits, ends_with_perfect
-        )
         few = min(minibatch, MINIBATCH) if settings.sizes_minibatches else minibatch
-        self._spending = Spending(run, pool, self._heads, calls, self._evaluations.set_aside, minibatch, few)
-        self._admission = SearchWidth(
-            settings.workflow,
-            run.slots,
-            min(minibatch, run.slots),
-            lambda: False if self._credit is None else self._credit.outlook.joins,
-            lambda: 0 if self._credit is None else self._spending.calls_alone,
-            has_edits,
-        )
-        self._slot_rules = bound_stages(run, settings.workflow)
+        self._spending = Spending(run, pool, search, ending, calls, self._evaluations.set_aside, minibatch, few)
+        slots, workflow = run.slots, settings.workflow
+        self._admission: Admission = alone_width(workflow, slots, burst := min(minibatch, slots))
+        if search.come_together is not False:
+            expects_edits = isinstance(program.adapter.custom_instruction_proposer, EditProposer)
+            self._admission = SearchWidth(workflow, slots, burst, search, self._spending, expects_edits)
         self._counts_from = 0
         """Number from which on a step is an iteration to stoppers that count those without improvement."""
         self._seeded = anyio.Event()
@@ -132,8 +113,8 @@ class GepaLoop:
             "proposals": self._proposing.proposals,
             "reflection_calls": self._calls.total,
             "integration_calls": self._calls.integrations,
-            "changes": [] if self._credit is None else self._credit.records(),
-            "unconsolidated": self._heads.why_grown,
+            "changes": self._search.changes(),
+            "unconsolidated": self._ending.why_grown,
         }
 
     async def evolve(self) -> None:
@@ -148,24 +129,26 @@ class GepaLoop:
         with reporting_damage(run.store.path):
             await pool.write(resume.take_up, run.store, pool, is_seeded)
             run.budget.spent = run.store.spent
-            if self._credit is not None:
-                await pool.write(resume.restore_credit, run.store, self._credit, pool)
+            candidates = pool.state.program_candidates
+            grown = [(candidates[index], names) for index, names in pool.grown.items()]
+            await pool.write(self._search.restore, run.store, grown)
         if is_seeded:
             run.budget.spent = pool.state.total_num_evals
-            self._heads.restored()
+            self._ending.restored()
             gepa_logger.info(f"Going on: {run.budget.spent} metric calls of earlier sessions are counted.")
             for scores in pool.state.prog_candidate_val_subscores:
-                self._evaluations.record_scores(scores)
+                self._search.record_validation(scores)
                 self._evaluations.record_score(max(scores.values(), default=float("-inf")))
             await self._record_seed()
             if not run.store.unfinished and await pool.write(pool.should_stop):  # gepa asks its stoppers between steps
                 self._stop()
         else:
-            pays = run.budget.reserve(len(self._evaluations.seed_examples()) - run.store.paid[BEFORE_STEPS])
-            if run.lockstep or has_foreign(pool.parts):  # a strategy of the user's may look at the seed's scores
-                await self._seed(pays)
+            unpaid = len(self._evaluations.seed_examples()) - run.store.paid[BEFORE_STEPS]
+            reservation = run.budget.reserve(unpaid)
+            if not self._search.overlaps or has_foreign(pool.parts):  # a strategy of the user's may look at its scores
+                await self._seed(reservation)
             else:
-                await run.run_in_background(lambda: self._seed(pays))
+                await run.run_in_background(lambda: self._seed(reservation))
         await run.evolve(
             self.step,
             self._admission,
@@ -174,97 +157,52 @@ class GepaLoop:
             stop_reason=self._spending.may_open,
             on_end=self._ended,
             first_number=max(pool.state.i, run.store.last_step) + 1,
-            watchers=self._slot_rules,
+            watchers=self._search.watchers(run),
         )
         self._evaluations.set_aside.refund()
-        await pool.write(self._heads.keep_credit)
+        await pool.write(self._ending.keep)
 
     async def step(self, step: Step) -> End:
         """Take one step. A part of it that finds nothing to go on with ends it by raising :class:`StepEnded`."""
-        given = await self._heads.take(step)
-        if given is not None:
+        candidates, pending = list[Screened](), await self._ending.take(step)
+        if pending is not None:
             self._run.begin(step, self._pool.version, math.inf, selection=[])
-            return await self.validated(step, await self.head(step, given), given)
-        work = await self.select(step)
-        self._end_if_perfect()
-        if isinstance(work, Crossover):
-            candidates = await self.screen_crossover(step, work)
+        elif isinstance(work := await self._select(step), Crossover):
+            candidates = await self._crossed(step, work)
         else:
-            parents = await self.rollout(step, work)
+            parents = await self._rolled_out(step, work)
             try:
-                candidates = await self.children(step, parents)
-            except StepEnded:
-                pays = self._spending.pays_beyond_validation and step.reservation.cover(len(self._pool.loader))
-                given = await self._heads.due(step, pays)
-                if given is None:
-                    await self._heads.cancel_validation(step, is_timed=False)
+                children = await self._proposed(step, parents)
+                candidates = await self._screened(step, children)
+            except StepEnded:  # the step may be the one that validates what the search has composed meanwhile
+                is_paid = self._spending.pays_beyond_validation and step.reservation.cover(len(self._pool.loader))
+                pending = await self._ending.due(step, is_paid)
+                if pending is None:
+                    await self._ending.cancel_validation(step, is_timed=False)
                     raise
-                candidates = await self.head(step, given)
-        return await self.validated(step, candidates, given)
+        if pending is not None:
+            found = await self._pool.write(self._ending.begin, step, pending)
+            candidates = await self._ending.rewritten(step, found, pending)
+        return await self._validated(step, candidates, pending)
 
-    async def head(self, step: Step, given: Given) -> list[Screened]:
-        """Begin the validation of what a step was given, written anew where that is due."""
-        return await self._heads.consolidated(step, await self._pool.write(self._heads.begin, step, given), given)
-
-    async def validated(self, step: Step, candidates: Sequence[Screened], given: Given | None = None) -> End:
-        """Take the rest of a step: validate and commit its candidates.
-
-        Args:
-            given: where they come from, unless the step has made them.
-        """
-        is_timed = given is not None and given.is_timed
-        try:
-            if given is None or not given.is_last:
-                self._end_if_perfect()
-            if not candidates:
-                raise StepEnded(EndKind.REJECTED, "no new text came of the best one")
-            self._run.mark_child_made(step)
-            began = self._run.clock()
-            done = await self._evaluations.validate(step, candidates, is_last=is_timed)
-            self._heads.time.record(self._run.clock() - began)
-            return await self.commit(step, await self._pool.write(self._heads.preferred, step, done))
-        except (StepEnded, RolloutUnresolvedError):
-            await self._heads.cancel_validation(step, is_timed)
-            raise
-
-    async def children(self, step: Step, parents: list[Parent]) -> list[Screened]:
-        """Reflect on the parents, and screen the children; returns those that are to be validated by themselves.
+    def _end_if_over(self) -> None:
+        """End a step that cannot find anything better, or whose child would come too late.
 
         Raises:
-            StepEnded: nothing is.
+            StepEnded: the best candidate has the perfect score on every validation example, or the last one before
+                ``max_seconds`` is being validated.
         """
-        self._end_if_perfect()
-        self._end_if_late()
-        children = await self.propose(step, parents)
-        self._end_if_late()
-        screened = await self.screen(step, children)
-        self._end_if_late()
-        return screened
-
-    def _end_if_late(self) -> None:
-        """End a step whose child would come too late.
-
-        Raises:
-            StepEnded: the last head before ``max_seconds`` is being validated.
-        """
-        if self._heads.has_ended:
+        if self._ending.is_perfect:
+            raise StepEnded(EndKind.REJECTED, PERFECT)
+        if self._ending.has_ended:
             raise StepEnded(EndKind.DISCARDED, "max_seconds are nearly over, and the last head is being validated")
 
-    def _end_if_perfect(self) -> None:
-        """End a step that cannot find anything better.
-
-        Raises:
-            StepEnded: the best candidate has the perfect score on every validation example.
-        """
-        if self._heads.phase is Phase.PERFECT:
-            raise StepEnded(EndKind.REJECTED, PERFECT)
-
-    async def select(self, step: Step) -> Selected | Crossover:
+    async def _select(self, step: Step) -> Selected | Crossover:
         """Choose parents and minibatches, or two candidates to cross; of an interrupted run, what was chosen then."""
         run, pool, selection = self._run, self._pool, None
         if step.recorded is None:
             version, value, work = await pool.write(self._selection.select, step)
-            await pool.write(self._heads.keep_credit)  # it knows what a variant is made of, if the run is killed
+            await pool.write(self._ending.keep)  # it knows what a variant is made of, if the run is killed
             selection = resume.selection_of(run.store, work)
         else:
             with reporting_damage(run.store.path):
@@ -272,6 +210,7 @@ class GepaLoop:
             await pool.write(self._selection.runs_again, step, isinstance(work, Crossover))
             version, value = step.version, await pool.write(self._selection.parent_score, work)
         run.begin(step, version, value, selection)
+        self._end_if_over()
         if isinstance(work, Crossover):
             return work
         tasks = list(work.tasks)
@@ -281,7 +220,7 @@ class GepaLoop:
             tasks.pop()  # a sampling strategy asked for more than the budget holds
         return Selected(tuple(tasks), work.bases[: len(tasks)])
 
-    async def rollout(self, step: Step, work: Selected) -> list[Parent]:
+    async def _rolled_out(self, step: Step, work: Selected) -> list[Parent]:
         """Run each task's parent on its minibatch, with traces."""
         pool, tasks = self._pool, work.tasks
         unpaid = sum(
@@ -290,7 +229,8 @@ class GepaLoop:
         )
         if not tasks or (step.recorded is not None and not step.reservation.cover(unpaid)):
             raise StepEnded(EndKind.DISCARDED, "there is nothing to work on within the budget")
-        await pool.write(pool.reports.parents_begin, step, tasks)
+        for task in tasks:
+            await pool.write(pool.reports.evaluation_begins, step, task.minibatch, [], task.parent_idx)
         unique = {task_key(task): task for task in tasks}
 
         async def evaluated(task: Task) -> Batch:
@@ -304,67 +244,64 @@ class GepaLoop:
             Parent(index, task, by_key[task_key(task)], base)
             for index, (task, base) in enumerate(zip(tasks, work.bases, strict=True))
         ]
-        await pool.write(pool.record_parents, step, tasks, [parent.evaluation for parent in parents])
+        await pool.write(self._iterations.record_parents, step, tasks, [parent.evaluation for parent in parents])
         self._look(step, "before_propose", work.bases)
         return parents
 
-    async def propose(self, step: Step, parents: Sequence[Parent]) -> list[Child]:
-        """Let the reflection LM write a child for each task that leaves something to improve."""
-        children = await self._proposing.propose(step, parents)
-        if self._credit is not None:
-            await self._pool.write(self._heads.record_children, step, children)
-            await self._spending.release()
-        await self._pool.write(self._pool.keep_strategies)
-        if self._credit is not None:
-            children = [child for child in children if child.candidate != child.source]
-            if not children:
-                raise StepEnded(EndKind.REJECTED, "the reflection changed nothing")
-        if all(is_too_long(child.candidate, self._most_characters) for child in children):
-            raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={self._most_characters}")
-        children = [child for child in children if not is_too_long(child.candidate, self._most_characters)]
+    async def _proposed(self, step: Step, parents: Sequence[Parent]) -> list[Child]:
+        """Let the reflection LM write a child for each task that leaves something to improve; repair what is stale."""
+        self._end_if_over()
+        pool, most = self._pool, self._settings.workflow.max_candidate_characters
+        written = await self._proposing.propose(step, parents)
+        changed = await pool.write(self._ending.record_children, step, written)
+        await self._spending.release()
+        await pool.write(pool.keep_strategies)
+        if not changed:
+            raise StepEnded(EndKind.REJECTED, "the reflection changed nothing")
+        children = [child for child in changed if not is_too_long(child.candidate, most)]
+        if not children:
+            raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={most}")
         is_stale = self._look(step, "after_propose", [child.base for child in children])
+        self._end_if_over()
         if is_stale or self._repairs.are_paid(step, children):
-            self._end_if_late()
             children = await self._repairs.repaired(step, children)
+            self._end_if_over()
         return children
 
-    async def screen(self, step: Step, children: Sequence[Child]) -> list[Screened]:
+    async def _screened(self, step: Step, children: Sequence[Child]) -> list[Screened]:
         """Run the children on their parents' minibatches, and let gepa's criterion decide.
 
         A patched child is compared with what it was patched onto, which is run there as well; it is always screened.
+
+        Returns:
+            Those that are to be validated by themselves.
         """
         pool, patched = self._pool, [child for child in children if child.patched is not None]
-        may_join = self._credit is not None and step.recorded is None and not patched
-        if may_join:
-            await self._screening.wait_for_first()
-        is_counted = may_join and not self._screening.is_needed(step.number)
-        if is_counted:
+        may_skip = step.recorded is None and not patched
+        is_skipped = may_skip and not await self._search.needs_screen(step, self._screening)
+        if is_skipped:
             self._look(step, "after_screen", [child.base for child in children])
-            children = [child for child in children if not await pool.write(self._joins_head, step, child)]
+            children = [child for child in children if not await pool.write(self._joins, step, child)]
             if not children:
                 raise StepEnded(EndKind.INTEGRATED, "its edits are in the head, as those of nearly all children before")
         runs = [(child, child.candidate) for child in children] + [(child, child.source) for child in patched]
         calls = sum(
             self._evaluations.unpaid(step, texts, child.parent.task.minibatch_ids, train=True) for child, texts in runs
         )
-        self._cover_screen(step, calls)
-        with self._screening.running():
-            passed = await self._passed(step, children)
-        self._look(step, "after_screen", [child.base for child, _ in passed], counts=not is_counted)
-        if self._credit is not None:
-            passed = [
-                pair
-                for pair in passed
-                if not await pool.write(self._joins_head, step, *pair) or self._heads.is_doubted(step)
-            ]
-            if not passed:
-                raise StepEnded(EndKind.INTEGRATED, "its changes are in the head")
-        step.record_version(step.version, await pool.write(pool.expected_score, [proposal for _, proposal in passed]))
-        return [Screened(proposal, child.base) for child, proposal in passed]
-
-    def _cover_screen(self, step: Step, calls: int) -> None:
         if not step.reservation.cover(calls):
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
+        with self._screening.running():
+            passed = await self._passed(step, children)
+        self._look(step, "after_screen", [child.base for child, _ in passed], counts=not is_skipped)
+        alone = [
+            pair for pair in passed if not await pool.write(self._joins, step, *pair) or self._ending.is_doubted(step)
+        ]
+        if not alone:
+            raise StepEnded(EndKind.INTEGRATED, "its changes are in the head")
+        proposals = [proposal for _, proposal in alone]
+        step.record_version(step.version, await pool.write(self._iterations.expected_score, proposals))
+        self._end_if_over()
+        return [Screened(proposal, child.base) for child, proposal in alone]
 
     async def _passed(self, step: Step, children: Sequence[Child]) -> list[tuple[Child, Proposal]]:
         """Run children on their parents' minibatches, and find those that gepa's criterion accepts.
@@ -373,10 +310,12 @@ class GepaLoop:
             StepEnded: there is none.
         """
         pool = self._pool
-        await pool.write(pool.reports.children_begin, step, children)
-        outcomes = await gather([lambda child=child: self._screened(step, child) for child in children])
+        for child in children:
+            task = child.parent.task
+            await pool.write(pool.reports.evaluation_begins, step, task.minibatch, [task.parent_idx])
+        outcomes = await gather([lambda child=child: self._run_child(step, child) for child in children])
         screened = [outcome for outcome in outcomes if outcome is not None]
-        passed = await pool.write(pool.judge_children, step, screened) if screened else []
+        passed = await pool.write(self._iterations.judge_children, step, screened) if screened else []
         if not any(child.patched for child in children):
             self._screening.record(passed=bool(passed))
         indices = {child.parent.index for child, _ in passed}
@@ -390,22 +329,19 @@ class GepaLoop:
             raise StepEnded(EndKind.REJECTED, "no child passed its screen")
         return passed
 
-    def _joins_head(self, step: Step, child: Child, proposal: Proposal | None = None) -> bool:
-        """Put a child's edits into the head; False where it stands for itself. Runs in the pool's writer."""
-        assert self._credit is not None
-        if child.is_whole:
-            return False
+    def _joins(self, step: Step, child: Child, proposal: Proposal | None = None) -> bool:
+        """Let the search take a child in; False where it stands for itself. Runs in the pool's writer."""
         ids = [] if proposal is None else proposal.subsample_indices or []
         scores = [] if proposal is None else proposal.subsample_scores_after or []
-        is_taken = self._credit.take(
-            step.number, child.source, child.candidate, child.edits, self._evaluations.train_split,
-            {id_text(example): score for example, score in zip(ids, scores, strict=True)},
-        )  # fmt: skip
+        self._search.catch_up()
+        is_taken = self._search.joins(
+            step.number, child, {id_text(example): score for example, score in zip(ids, scores, strict=True)}
+        )
         if is_taken:
-            self._heads.keep_credit()
+            self._ending.keep()
         return is_taken
 
-    async def _screened(self, step: Step, child: Child) -> tuple[Child, Batch] | None:
+    async def _run_child(self, step: Step, child: Child) -> tuple[Child, Batch] | None:
         """Run a child on its parent's minibatch; None where it was given up, since it could not pass any more."""
         parent, task, ids = child.parent, child.parent.task, child.parent.task.minibatch_ids
         whole: Batch | None = parent.evaluation if child.patched is None else None
@@ -426,28 +362,53 @@ class GepaLoop:
             assert gate is not None
             assert whole is not None
             known = replace(child, parent=replace(parent, evaluation=whole))
-            await self._pool.write(self._pool.give_up, step, known.proposal(step), gate.seen, len(ids))
+            await self._pool.write(self._iterations.give_up, step, known.proposal(step), gate.seen, len(ids))
             return None
         return replace(child, parent=replace(parent, evaluation=full)), batch
 
-    async def screen_crossover(self, step: Step, plan: Crossover) -> list[Screened]:
+    async def _crossed(self, step: Step, plan: Crossover) -> list[Screened]:
         """Run the child of two parents on validation examples that both were run on: gepa's merge."""
-        pool = self._pool
-        if is_too_long(plan.candidate, self._most_characters):
-            raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={self._most_characters}")
-        await pool.write(pool.reports.crossover_begins, step, plan)
-        lookup = await pool.write(pool.lookup, plan.candidate, plan.ids)
+        pool, most = self._pool, self._settings.workflow.max_candidate_characters
+        if is_too_long(plan.candidate, most):
+            raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={most}")
+        examples, parents = pool.loader.fetch(list(plan.ids)), list(plan.parents)
+        await pool.write(pool.reports.evaluation_begins, step, examples, parents, traced=False)
+        lookup = await pool.write(self._evaluations.plan, plan.candidate, plan.ids)
         calls = self._evaluations.unpaid(step, plan.candidate, lookup.missing, traced=False)
-        self._cover_screen(step, calls)
+        if not step.reservation.cover(calls):
+            raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
         fresh = await self._evaluations.validation("screen", step, plan.candidate, lookup.missing, traced=False)
-        proposal = await pool.write(pool.judge_crossover, step, plan, lookup, fresh)
+        proposal = await pool.write(
+            lambda: self._iterations.judge_crossover(step, plan, self._evaluations.complete(lookup, fresh))
+        )
         if proposal is None:
             raise StepEnded(EndKind.REJECTED, "the merge is worse than one of its parents")
         self._look(step, "after_screen", ())
         step.record_version(step.version, await pool.write(lambda: max(map(pool.score_of, plan.parents))))
         return [Screened(proposal)]
 
-    async def commit(self, step: Step, work: Sequence[Validated]) -> End:
+    async def _validated(self, step: Step, candidates: Sequence[Screened], pending: PendingValidation | None) -> End:
+        """Validate candidates, and commit them.
+
+        Args:
+            pending: where they come from, unless the step has made them.
+        """
+        is_timed = pending is not None and pending.is_timed
+        try:
+            if self._ending.is_perfect and (pending is None or not pending.is_last):
+                raise StepEnded(EndKind.REJECTED, PERFECT)
+            if not candidates:
+                raise StepEnded(EndKind.REJECTED, "no new text came of the best one")
+            self._run.mark_child_made(step)
+            began = self._run.clock()
+            done = await self._evaluations.validate(step, candidates, is_last=is_timed)
+            self._ending.time.record(self._run.clock() - began)
+            return await self._committed(step, await self._pool.write(self._ending.preferred, step, done))
+        except (StepEnded, RolloutUnresolvedError):
+            await self._ending.cancel_validation(step, is_timed)
+            raise
+
+    async def _committed(self, step: Step, work: Sequence[Validated]) -> End:
         """Add the candidates to the pool, one after the other, in its writer."""
         step.mark_blocked_by(BEFORE_STEPS)
         await self._seeded.wait()
@@ -460,19 +421,16 @@ class GepaLoop:
         commits: list[Commit] = []
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
             commits = await self._pool.write(self._commit, step, work)
-            pairs = zip(commits, work, strict=True)
-            clean = [commit.candidate for commit, made in pairs if made.proposal.tag == CONSOLIDATION]
-            await self._pool.write(self._heads.learn, commits, clean)
-            await self._heads.look_for_perfect(self._evaluations.highest)
+            await self._pool.write(self._ending.learn, commits)
+            await self._ending.look_for_perfect(self._evaluations.highest)
             for commit in commits:
                 self._run.commit(step, **asdict(commit))
         return End(EndKind.COMMITTED, f"candidate {', '.join(str(commit.candidate) for commit in commits)}")
 
     def _commit(self, step: Step, work: Sequence[Validated]) -> list[Commit]:
         """Add candidates to the pool, and note which of their texts have grown. Runs in the pool's writer."""
-        if self._credit is not None:
-            self._pool.mark_grown([self._credit.grown_in(validated.proposal.candidate) for validated in work])
-        return self._pool.commit(step, work)
+        self._pool.mark_grown([self._search.grown_in(validated.proposal.candidate) for validated in work])
+        return self._iterations.commit(step, work)
 
     # The staleness policy.
 
@@ -505,7 +463,7 @@ class GepaLoop:
     async def _seed(self, pays: Reservation | None) -> None:
         began = self._run.clock()
         await self._evaluations.seed(pays)
-        self._heads.time.record(self._run.clock() - began)
+        self._ending.time.record(self._run.clock() - began)
         await self._pool.write(self._pool.count_calls)
         if await self._pool.write(self._pool.should_stop):
             self._stop()
@@ -513,12 +471,12 @@ class GepaLoop:
 
     async def _record_seed(self) -> None:
         """Take in that the seed's scores, or an earlier session's, are in the pool."""
-        await self._heads.look_for_perfect(self._evaluations.highest)
-        seed, best = self._pool.score_of(0), self._pool.best_score()
+        await self._ending.look_for_perfect(self._evaluations.highest)
+        seed, best = self._pool.score_of(0), self._pool.best_score
         self._run.bus.emit(SeedValidated(self._run.clock(), seed, seed if best is None else best))
-        self._heads.time.record_seed()
+        self._ending.time.record_seed()
         if not self._run.live:
-            await self._heads.refresh()
+            await self._ending.refresh()
         self._seeded.set()
 
     async def _ended(self, step: Step, end: End) -> None:
@@ -526,15 +484,15 @@ class GepaLoop:
         await pool.write(self._selection.ended, step)
         committed = end.kind is EndKind.COMMITTED
         # Steps overlap: to who counts them, those are iterations that came one after the other, or were committed.
-        counts = committed or (step.number >= self._counts_from and (self._credit is None or self._heads.may_validate))
+        counts = committed or (step.number >= self._counts_from and (self._ending.may_validate))
         if counts:
             self._counts_from = max(self._run.live, default=step.number) + 1
         is_integrated = end.kind is EndKind.INTEGRATED
-        if await pool.write(pool.end_step, step, committed, counts or self._run.lockstep, is_integrated):
+        if await pool.write(self._iterations.end, step, committed, counts, is_integrated):
             self._stop()
         await self._spending.release()
         if self._run.live == [step.number]:
-            await self._heads.refresh()
+            await self._ending.refresh()
         self.track(step.number + 1, gap=pool.version - step.version - committed)
 
     def track(self, iteration: int, **more: float) -> None:
@@ -556,14 +514,12 @@ class GepaLoop:
     def _most_examples(self) -> int | None:
         """Return how many examples a reflection reads at most: where the run may choose, GEPA's three for children that
         are whole texts and, with a small budget, for the first ones; None for as many as the sampler draws."""
-        if not self._settings.sizes_minibatches or self._credit is None:
+        if not self._settings.sizes_minibatches:
             return None
-        joins, limit = self._credit.outlook.joins, self._run.budget.limit
+        joins, limit = self._search.come_together, self._run.budget.limit
         is_small = limit is not None and limit < GENERATIONS * self._spending.calls_alone
         return MINIBATCH if joins is False or (joins is None and is_small) else None
 
     def _unanswerable(self, candidate: Texts) -> set[Any]:
-        """Find training examples that get no answer for a candidate; none in lockstep, as in dspy.GEPA."""
-        if self._run.lockstep:
-            return set()
+        """Find training examples that get no answer for a candidate."""
         return self._run.requests.unanswered_examples(hash_of(candidate), self._evaluations.train_split)

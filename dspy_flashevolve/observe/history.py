@@ -370,12 +370,6 @@ def _steps(query: Query, with_replies: bool) -> dict[int, StepRecord]:
 
 
 def _changes(query: Query) -> tuple[ChangeRecord, ...]:
-    """Return the changes that GEPA's credit assignment has kept, with their estimates (NaN where there are none)."""
+    """Return the changes that reflections have made, with the estimates of their effects."""
     credit = _state(query, "credit")
-    if not credit:
-        return ()
-    effects = credit.get("effects") or [[math.nan, math.nan]] * len(credit["changes"])
-    return tuple(
-        ChangeRecord(step, change["component"], change["part"], change["replaces"], *effect)
-        for step, change, effect in zip(credit["steps"], credit["changes"], effects, strict=True)
-    )
+    return tuple(ChangeRecord(**record) for record in credit.get("records", []))

@@ -126,7 +126,8 @@ class SlowEngine(AsyncFakeEngine):
 
 def compiled(
     reflection: Callable[[str], str], calls: int, validation: int, predictors: int = 1, riddles: bool = False,
-    seconds: float | None = None, made: list[Any] | None = None, student: Chain | None = None, **options: Any,
+    seconds: float | None = None, made: list[Any] | None = None, student: Chain | None = None,
+    answers_with: Callable[[str], str] = answer_of, **options: Any,
 ) -> Any:  # fmt: skip
     """In virtual time, on so many validation examples.
 
@@ -135,6 +136,7 @@ def compiled(
         seconds: most that the run may take, in which each rollout takes one; without it nothing takes time.
         made: gets the optimizer.
         student: default: with so many predictors that know nothing.
+        answers_with: makes the task model's replies.
     """
     signs = (*SIGNS, "riddles") if riddles else SIGNS
     optimizer = AsyncGEPA(
@@ -143,7 +145,7 @@ def compiled(
     )  # fmt: skip
     if made is not None:
         made.append(optimizer)
-    answers = fake_lm(answer_of)
+    answers = fake_lm(answers_with)
     if seconds is not None:
         answers = dspy.LM("fake/slow", engine=FakeEngine(answer_of), async_engine=SlowEngine(FakeEngine(answer_of)))
         answers.cache, answers.num_retries = False, 0
@@ -339,7 +341,16 @@ def test_a_better_text_is_returned_though_it_has_grown() -> None:
 
 
 def test_where_the_last_head_is_worse_than_an_older_text_the_calls_left_have_that_one_written_anew() -> None:
-    program = compiled(Reflection(0), 500, 18, 3, riddles=True)
+    """On validation a prompt with all codes is confused about three of them; it is of no use written anew, either."""
+
+    def confused(prompt: str) -> str:
+        question = field(prompt, "question")
+        is_hard = question.startswith("val") and any(sign in question for sign in SIGNS[:3])
+        is_confused = is_hard and len(stated(prompt.replace(question, ""))) == len(SIGNS)
+        return reply(prompt, answer="none") if is_confused else answer_of(prompt)
+
+    reflection = Reflection(consolidates=lambda text: "" if len(stated(text)) == len(SIGNS) else tidy(text))
+    program = compiled(reflection, 260, 18, 2, answers_with=confused, seed=0)
     scores = program.detailed_results.val_aggregate_scores
     assert scores[-1] == max(scores[:-2]) > scores[-2], "the last head is worse than an older text"
     assert program.detailed_results.best_idx == len(scores) - 1

@@ -102,7 +102,7 @@ def test_a_seed_that_a_cache_validates_does_not_hide_what_a_validation_takes(sec
 def test_each_session_of_a_run_that_goes_on_validates_its_last_head_in_time(tmp_path: Path) -> None:
     worth: list[float] = []
     for _ in range(3):
-        world = Rules(train=30, val=100, helps=0.1)
+        world = Rules(train=30, val=100, helps=0.04)
         program = play(world, None, max_seconds=60, num_threads=4, log_dir=str(tmp_path))
         check_winner(program.detailed_results, 100)
         worth.append(world.worth(program.steps[0].signature.instructions))
@@ -264,7 +264,7 @@ def test_no_repair_is_asked_for_once_the_last_head_is_being_validated() -> None:
         texts = {name: "\n".join([head[name], *sorted(lines)]) for name, lines in added.items()}
         return dspy.Prediction(texts=texts, verdicts=[SimpleNamespace(child=1, verdict="orthogonal", reason="so")])
 
-    world = Timed(train=30, val=40, reflection_seconds=15.0, helps=0.05)
+    world = Timed(train=30, val=40, reflection_seconds=15.0, helps=0.05, seed=1)
     world.began = {}
     options = {"staleness": EverySecond(), "stale_candidate_reflection": Saying(adding)}
     program = play(world, None, max_seconds=60, num_threads=20, **options)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +17,11 @@ from dspy_flashevolve.gepa.spending import SearchWidth
 RULES = st.builds(LiveSteps, st.integers(1, 64), st.none() | st.integers(1, 64), st.floats(0, 30), st.integers(1, 8))
 CALLS = st.tuples(st.integers(0, 5000) | st.none(), st.integers(0, 5000), st.floats(0, 200))
 IDLE = Load(0, 0, 64, None, 0, 30.0)
+
+
+def search_of(joins: bool | None, calls_alone: int) -> Any:
+    """What a width asks of a search and of a run's spending."""
+    return SimpleNamespace(come_together=joins), SimpleNamespace(calls_alone=calls_alone)
 
 
 @given(RULES, CALLS)
@@ -69,12 +76,12 @@ def test_while_there_may_be_fewer_slots_the_bounds_shrink_with_them(
     ("joins", "expects_edits", "alone"), [(True, True, 8), (None, True, 8), (None, False, 1), (False, True, 2)]
 )
 def test_a_budget_is_spread_by_what_children_are_like(joins: bool | None, expects_edits: bool, alone: int) -> None:
-    rule = SearchWidth(Workflow(), 64, 3, lambda: joins, lambda: 25, expects_edits)
+    rule = SearchWidth(Workflow(), 64, 3, *search_of(joins, 25), expects_edits)
     loads = [replace(IDLE, live=live, calls_left=600, calls_per_step=25.0) for live in range(20)]
     assert sum(map(rule.admits, loads)) == alone
     late = [replace(load, calls_left=150, ended=18) for load in loads]
     assert sum(map(rule.admits, late)) == (8 if joins is not False else 1), "changes: as wide as at the beginning"
     endless = [replace(load, calls_left=None) for load in loads]
     assert all(map(rule.admits, endless)), "without a budget of calls nothing is to be spread"
-    given = SearchWidth(Workflow(live_steps=6), 64, 3, lambda: joins, lambda: 25, True)
+    given = SearchWidth(Workflow(live_steps=6), 64, 3, *search_of(joins, 25), True)
     assert sum(map(given.admits, loads)) == 6

@@ -12,9 +12,11 @@ from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.steps import Budget, Reservation, Step, step_rng
 from dspy_flashevolve.engine.store import Store
+from dspy_flashevolve.gepa.iterations import Iterations
 from dspy_flashevolve.gepa.options import build_parts
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Commit
+from dspy_flashevolve.gepa.search import Search
 from dspy_flashevolve.gepa.settings import GepaSettings
 
 EXAMPLES = 4
@@ -30,16 +32,21 @@ def configured(**arguments: Any) -> GepaSettings:
     return GepaSettings(**settings)
 
 
-def pool_of(callbacks: Sequence[Any] = (), **texts: str) -> Pool:
+def iterations_of(callbacks: Sequence[Any] = (), **texts: str) -> Iterations:
     """A pool whose seed is validated: .5 on each of four examples. Its candidates have one component, p, by default."""
     loader = ListDataLoader(list(range(EXAMPLES)))
     settings, quiet = configured(gepa_kwargs={"callbacks": callbacks}), SimpleNamespace(log=lambda message: None)
-    run: Any = SimpleNamespace(lockstep=False, store=Store(), budget=Budget(None))
+    run: Any = SimpleNamespace(store=Store(), budget=Budget(None))
     parts = build_parts(settings, loader, quiet)
     seed = texts or {"p": "seed"}
-    pool = Pool(run, settings, parts, object(), seed, loader, loader, quiet, best=None)
+    pool = Pool(run, settings, Search(), parts, object(), seed, loader, loader, quiet, best=None)
     pool.confirm_seed(evaluation([0.5] * EXAMPLES))
-    return pool
+    return Iterations(pool, caches_minibatches=False)
+
+
+def pool_of(callbacks: Sequence[Any] = (), **texts: str) -> Pool:
+    """The pool of :func:`iterations_of`."""
+    return iterations_of(callbacks, **texts).pool
 
 
 def evaluation(scores: list[float]) -> ValsetEvaluation[Any, Any]:
@@ -48,12 +55,12 @@ def evaluation(scores: list[float]) -> ValsetEvaluation[Any, Any]:
     return ValsetEvaluation(dict.fromkeys(by_id), by_id, None)
 
 
-def commit(pool: Pool, number: int, scores: list[float], **texts: str) -> Commit:
+def commit(iterations: Iterations, number: int, scores: list[float], **texts: str) -> Commit:
     """Commit a child of the seed in a step of its own."""
     step = Step(number, step_rng(number, seed=0), Reservation(Budget(None), 0))
-    pool.begin_step(step)
-    candidate = {**pool.seed_candidate, **texts}
-    return pool.add(step, CandidateProposal(candidate, [0]), evaluation(scores), EXAMPLES)
+    iterations.begin(step)
+    candidate = {**iterations.pool.seed_candidate, **texts}
+    return iterations.add(step, CandidateProposal(candidate, [0]), evaluation(scores), EXAMPLES)
 
 
 def frontier(pool: Pool) -> tuple[dict[int, float], dict[int, set[str]]]:

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.store import hash_of
-from dspy_flashevolve.gepa.changes import Edit, EditedText
 from dspy_flashevolve.gepa.credit import Credit, Evidence
+from dspy_flashevolve.gepa.edits import Edit, EditedText
 from tests.fakes import hashed
 
 SEED = {"answer": "Answer the question."}
@@ -108,7 +108,7 @@ def test_examples_that_are_easy_are_not_taken_for_changes_that_help() -> None:
             for repeat in range(4):
                 evidence.add((level, example), composition, level + 0.01 * (repeat % 2))
                 evidence.add((level, example), frozenset(), level + 0.01 * (repeat % 2))
-    effects = evidence.effects(2, 1.0)
+    effects = evidence.effects([0, 1], 1.0)
     assert max(map(abs, effects.mean)) < 0.02
 
 
@@ -139,7 +139,7 @@ def test_estimates_do_not_depend_on_the_order_in_which_rollouts_end(shuffler: ra
     shuffler.shuffle(rows)
     for row in rows:
         second.add(*row)
-    one, other = first.effects(5, 1.0), second.effects(5, 1.0)
+    one, other = first.effects(range(5), 1.0), second.effects(range(5), 1.0)
     assert one.mean == pytest.approx(other.mean, abs=1e-9)
     assert one.error == pytest.approx(other.error, abs=1e-9)
     assert one.prior == pytest.approx(other.prior, abs=1e-9)
@@ -182,9 +182,9 @@ def test_changes_are_of_no_use_where_most_of_the_last_children_are_whole_texts()
     assert credit.outlook.joins is False
     for step in (1, 1, 2):
         credit.record_children(step, [False, False])  # a step that runs again after a kill counts once
-    assert credit.kept()["children"] == [(0, True), *[(1, False)] * 2, *[(2, False)] * 2]
+    assert credit.to_json()["children"] == [(0, True), *[(1, False)] * 2, *[(2, False)] * 2]
     again = Credit(SEED, 1.0)
-    again.restore(json.loads(json.dumps(credit.kept())), [])
+    again.restore(json.loads(json.dumps(credit.to_json())), [])
     assert credit.outlook.joins is again.outlook.joins is True
     for step in range(3, 8):
         credit.record_children(step, [True])
@@ -207,14 +207,14 @@ def test_standing_on_a_rewrite_forgets_the_changes_of_what_it_wrote_anew_and_kee
     rewritten = {"one": "Everything is different.", "two": "Check."}
     credit.stand_on(rewritten, 7)
     assert [record.component for record in credit.records()] == ["one", "two"], "the record keeps what is gone"
-    assert len(credit.kept()["effects"]) == 1
+    assert len(credit.to_json()["patches"]) == 1
     again = Credit(seed, 1.0)
-    again.restore(credit.kept(), [])
+    again.restore(credit.to_json(), [])
     assert again.records() == credit.records()
     assert credit.parent == 7
     assert credit.head().candidate == {"one": "Everything is different.", "two": "Check.\n- rule 1"}
-    assert credit.is_made_of_changes(rewritten)
-    assert not credit.is_made_of_changes(seed)
+    assert credit.composition_of(rewritten) == frozenset()
+    assert credit.composition_of(seed) is None
     assert not take(again, 2, seed, add("- rule 2"), component="one"), "its parent is of the time before"
     assert take(credit, 3, rewritten, add("- rule 3"), component="one")
 
@@ -249,7 +249,7 @@ def test_what_is_kept_as_json_makes_the_same_head_again() -> None:
         candidate = task.credit.variant(task.rng)
         told += [(hash_of(candidate), "train", str(e), s) for e, s in task.runs(candidate).items()]
     again = Credit(SEED, 1.0)
-    again.restore(json.loads(json.dumps(task.credit.kept())), told)
+    again.restore(json.loads(json.dumps(task.credit.to_json())), told)
     assert again.head().candidate == task.credit.head().candidate
     assert [one.part for one in again.records()] == [one.part for one in task.credit.records()]
 

@@ -11,7 +11,7 @@ import pytest
 from dspy.teleprompt.gepa import InstructionProposer
 from pydantic import ValidationError
 
-from dspy_flashevolve.gepa.changes import Edit, EditedText
+from dspy_flashevolve.gepa.edits import Edit, EditedText
 from dspy_flashevolve.gepa.parts import parts_of
 from dspy_flashevolve.gepa.propose import MOST_UNREADABLE, EditProposer
 from tests.fakes import fake_lm

@@ -14,9 +14,11 @@ from gepa.core.state import ValsetEvaluation
 from dspy_flashevolve.engine.steps import Budget, Step, StepEnded
 from dspy_flashevolve.engine.store import Store
 from dspy_flashevolve.gepa.credit import Head, Outlook
-from dspy_flashevolve.gepa.heads import CONSOLIDATION, Heads, Phase
-from dspy_flashevolve.gepa.records import Commit, Proposal, Validated
-from tests.gepa.pools import configured, pool_of
+from dspy_flashevolve.gepa.edit_search import EditSearch
+from dspy_flashevolve.gepa.ending import Phase
+from dspy_flashevolve.gepa.heads import CONSOLIDATION, Heads
+from dspy_flashevolve.gepa.records import Proposal, Validated
+from tests.gepa.pools import iterations_of
 
 BETTER = Head({"p": "better"}, frozenset({0}), gain=0.5)
 WORSE = Head({"p": "worse"}, frozenset(), gain=0.0)
@@ -28,21 +30,9 @@ class Changes:
     def __init__(self) -> None:
         self.scale, self.parent, self.outlook = 1.0, 0, Outlook(joins=True)
         self.now = BETTER
-        self.validating: list[int] = []
 
-    def head(self) -> Head:
-        return self.now
-
-    def kept(self) -> None:
-        """Nothing that a run which goes on needs."""
-
-    def mark_validating(self, step: int, head: Head) -> None:
-        self.validating.append(step)
-        self.now = WORSE  # later heads are compared with this one
-
-    def cancel_validation(self, step: int) -> bool:
-        self.now = BETTER
-        return step in self.validating
+    def head(self, over: frozenset[int]) -> Head:
+        return WORSE if over == self.now.patches else self.now  # it is compared with the one that was tried
 
 
 def heads_of(seconds_left: float = 1000.0) -> tuple[Heads, Any, Changes]:
@@ -50,13 +40,14 @@ def heads_of(seconds_left: float = 1000.0) -> tuple[Heads, Any, Changes]:
     budget = Budget(None)
     budget.spent = 100
     run: Any = SimpleNamespace(
-        live=[], lockstep=False, store=Store(), budget=budget, max_seconds=1000.0,
+        live=[], store=Store(), budget=budget, max_seconds=1000.0,
         clock=type("Clock", (), {"began": 0.0, "__call__": lambda self: 1000.0 - seconds_left})(),
         scheduler=SimpleNamespace(limit=4, statistics=lambda: SimpleNamespace(stages={})),
     )  # fmt: skip
     changes: Any = Changes()
+    iterations = iterations_of()
     nothing: Any = None
-    heads = Heads(run, pool_of(), changes, nothing, nothing, configured(), [], False)
+    heads = Heads(run, iterations.pool, iterations, EditSearch(changes, 0.25, "train"), nothing, [], False)
     heads.time.record(100.0)
     return heads, run, changes
 
@@ -65,10 +56,8 @@ def kept(head: dict[int, float], clean: dict[int, float], best: float | None = N
     """Tags of what is committed of a head and the same text written anew, by the scores of both."""
     heads, _, _ = heads_of()
     pool: Any = SimpleNamespace(
-        frontier_type="instance",
-        best_score=lambda: best,
+        best_score=best,
         speculative=SimpleNamespace(withdraw=lambda keys: None),
-        reject=lambda *_, reason: None,
     )
     heads._pool = pool
     done = [
@@ -98,28 +87,6 @@ def test_with_few_validation_examples_the_higher_score_decides() -> None:
     assert kept({0: 1.0}, {0: 1.0}) == [CONSOLIDATION]
     assert kept(scores_of(2, 2), {0: 0.0, 1: 1.0}) == [CONSOLIDATION, "head"]
     assert kept({0: 1.0, 1: 1.0}, {2: 0.0, 3: 0.0}) == [CONSOLIDATION, "head"], "they share no example"
-
-
-@pytest.mark.parametrize(("score", "becomes_base"), [(0.69, False), (0.71, True)])
-def test_a_text_written_anew_becomes_the_base_where_it_has_half_of_what_the_head_is_expected_to_gain(
-    score: float, becomes_base: bool
-) -> None:
-    """The base has .5 on validation, and the head, which was not validated, is expected to have .9."""
-    heads, _, changes = heads_of()
-    changes.now = Head({"p": "grown"}, frozenset({0}), gain=0.4)
-    bases: list[int] = []
-    more: dict[str, Any] = {
-        "is_made_of_changes": lambda texts: False,
-        "stand_on": lambda texts, index: bases.append(index),
-        "kept": dict,
-    }
-    vars(changes).update(more)
-    pool: Any = SimpleNamespace(
-        state=SimpleNamespace(program_candidates=[{"p": "base"}, {"p": "clean"}]), score_of=lambda index: 0.5
-    )
-    heads._pool = pool
-    heads.learn([Commit(candidate=1, version=1, score=score, best_score=score, generation=1)], clean=[1])
-    assert bases == [1] * becomes_base
 
 
 def step_of(number: int) -> Step:

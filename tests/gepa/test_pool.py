@@ -6,7 +6,7 @@ import pytest
 
 from dspy_flashevolve.engine.steps import Budget, Reservation, Step, step_rng
 from tests.contract.surface import Heard
-from tests.gepa.pools import pool_of
+from tests.gepa.pools import iterations_of
 
 
 def step_of(number: int) -> Step:
@@ -16,10 +16,11 @@ def step_of(number: int) -> Step:
 @pytest.mark.parametrize("ends", ["finish", "fail"])
 def test_what_callbacks_heard_begin_has_an_end_also_where_a_stop_came_during_the_selection(ends: str) -> None:
     heard = Heard()
-    pool = pool_of(callbacks=[heard])
+    iterations = iterations_of(callbacks=[heard])
     for number in range(3):
-        pool.begin_step(step_of(number))
-    pool.end_step(step_of(1), accepted=True)
+        iterations.begin(step_of(number))
+    iterations.end(step_of(1), accepted=True)
+    pool = iterations.pool
     if ends == "finish":
         pool.finish()
     else:

@@ -18,7 +18,7 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import LimitChanged
 from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Step
-from dspy_flashevolve.gepa.published import PartialRelease, StageWindow, bound_stages, median_shares
+from dspy_flashevolve.gepa.published import PartialRelease, Published, StageWindow, median_shares
 from dspy_flashevolve.gepa.settings import STAGES, Workflow
 from tests.engine.test_run import World
 
@@ -139,7 +139,7 @@ def test_a_worker_pool_bounds_the_requests_of_its_stage_and_the_median_rule_move
         return End(EndKind.REJECTED)
 
     workflow = Workflow(workers={"rollout": 2, "propose": (1, 3)}, median_seconds=10.0)
-    world.evolve(step, LiveSteps(12), watchers=bound_stages(world.run, workflow))
+    world.evolve(step, LiveSteps(12), watchers=Published(workflow, 1.0, 0).watchers(world.run))
     changes = [(one.before, one.after) for one in world.of(LimitChanged) if one.name == "propose"]
     assert changes[:2] == [(3, 2), (2, 1)]
     assert {after for _, after in changes} <= {1, 2, 3}

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from dspy_flashevolve.gepa.credit import Credit
-from dspy_flashevolve.gepa.spending import ENOUGH, FIRST_SCREENS, Screening
+from dspy_flashevolve.gepa.screening import ENOUGH, FIRST_SCREENS, Screening
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.test_edits import Reflection, compiled, tidy
 

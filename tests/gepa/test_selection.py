@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.gepa.pool import Pool
-from tests.gepa.pools import EXAMPLES, commit, frontier, pool_of
+from tests.gepa.pools import EXAMPLES, commit, frontier, iterations_of, pool_of
 
 FULL = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=EXAMPLES, max_size=EXAMPLES)
 PREFIX = st.dictionaries(st.integers(0, EXAMPLES - 1), st.sampled_from([0.0, 0.5, 1.0]), min_size=1)
@@ -47,7 +47,8 @@ class Play:
     """The same steps with or without the candidates that will not stay."""
 
     def __init__(self, doomed_too: bool) -> None:
-        self.pool = pool_of()
+        self.iterations = iterations_of()
+        self.pool = self.iterations.pool
         self.doomed_too = doomed_too
         self.kept: list[int] = []
         self.doomed: list[int] = []
@@ -55,7 +56,7 @@ class Play:
 
     def commit(self, scores: list[float]) -> int:
         self.committed += 1
-        return commit(self.pool, self.committed, scores, p=f"committed {self.committed}").candidate
+        return commit(self.iterations, self.committed, scores, p=f"committed {self.committed}").candidate
 
     def step(self, action: str, scores: Any, which: int) -> None:
         waiting = self.pool.speculative

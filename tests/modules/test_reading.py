@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from dspy_flashevolve.gepa.changes import Edit
+from dspy_flashevolve.gepa.edits import Edit
 from dspy_flashevolve.modules.reading import asked, items_in, result_of, text_in, without_thoughts
 from dspy_flashevolve.modules.rewriting import RepairChild
 from tests.fakes import fake_lm

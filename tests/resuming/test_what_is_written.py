@@ -12,9 +12,9 @@ import dspy
 import pytest
 
 from dspy_flashevolve.engine.check import check
-from dspy_flashevolve.engine.errors import JournalError
+from dspy_flashevolve.engine.errors import StoreError
 from dspy_flashevolve.engine.store import Store
-from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.iterations import Iterations
 from tests.contract.surface import Scored, simulated
 from tests.contract.surface import sql as rows
 from tests.contract.test_going_on import run
@@ -30,7 +30,7 @@ def test_a_journal_that_fails_ends_the_run_at_once_and_scores_nothing(
 
     def full(self: Store, rows: list[Any]) -> None:
         if made >= after:
-            self.failure = self.failure or JournalError("the disk is full")
+            self.failure = self.failure or StoreError("the disk is full")
         write(self, rows)
 
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
@@ -39,7 +39,7 @@ def test_a_journal_that_fails_ends_the_run_at_once_and_scores_nothing(
         return dspy.Prediction(score=0.5, feedback="not a zero")
 
     monkeypatch.setattr(Store, "_write_batch", full)
-    with pytest.raises(JournalError):
+    with pytest.raises(StoreError):
         run(tmp_path, 60, predictors=1, metric=metric, schedule=schedule)
     assert made < after + 20
     monkeypatch.undo()
@@ -62,7 +62,7 @@ def test_half_a_surrogate_pair_is_written_and_nobody_waits_for_ever(tmp_path: Pa
 def test_whatever_cannot_be_written_fails_the_flush_and_does_not_hang(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.append("ends", step=2**70, session=1, ended_at=0.0, way="failed", reason="")  # OverflowError
-    with pytest.raises(JournalError, match="too large"):
+    with pytest.raises(StoreError, match="too large"):
         store.flush_blocking()
     store.close()
 
@@ -86,14 +86,14 @@ def test_scores_that_json_or_sqlite_does_not_know_do_not_end_a_run(
 def test_a_crossover_that_was_under_way_goes_on_where_further_ones_are_not_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = Pool.commit
+    commit = Iterations.commit
 
     def killed(pool: Any, step: Any, work: Any) -> Any:
         if any(one.proposal.tag == "merge" for one in work):
             raise KeyError("killed before the commit of a crossover")
         return commit(pool, step, work)
 
-    monkeypatch.setattr(Pool, "commit", killed)
+    monkeypatch.setattr(Iterations, "commit", killed)
     options: dict[str, Any] = {"schedule": "lockstep", "predictors": 2, "seed": 2}
     with pytest.raises(KeyError):
         run(tmp_path, 900, **options)
@@ -109,14 +109,14 @@ def test_a_crossover_that_was_under_way_goes_on_where_further_ones_are_not_wante
 @cache
 def calls_at_a_commit() -> int:
     """Metric calls that a run has made when it commits its second candidate: what that is follows from its prompts."""
-    commit, calls, metric = Pool.commit, list[int](), Scored()
+    commit, calls, metric = Iterations.commit, list[int](), Scored()
 
     def noted(pool: Any, step: Any, work: Any) -> Any:
         calls.append(len(metric.questions))
         return commit(pool, step, work)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pool, "commit", noted)
+        patch.setattr(Iterations, "commit", noted)
         simulated(120, search="pareto", num_threads=8, metric=metric)
     return calls[1]
 
@@ -127,7 +127,7 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step
 ) -> None:
     """What is paid is not thrown away, wherever in its budget a run was interrupted."""
     budget = calls_at_a_commit() + left
-    commit, held, metric = Pool.commit, list[Any](), Scored()
+    commit, held, metric = Iterations.commit, list[Any](), Scored()
 
     def killed(pool: Any, step: Any, work: Any) -> Any:
         if len(metric.questions) >= budget - 20:
@@ -135,7 +135,7 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step
             raise KeyError("killed before a commit")
         return commit(pool, step, work)
 
-    monkeypatch.setattr(Pool, "commit", killed)
+    monkeypatch.setattr(Iterations, "commit", killed)
     options: dict[str, Any] = {"search": "pareto", "num_threads": 8, "metric": metric, "log_dir": str(tmp_path)}
     with pytest.raises(KeyError):
         simulated(budget, **options)
