@@ -274,11 +274,15 @@ class Heads(Ending):
         """Go on with a pool that holds the candidates of earlier sessions."""
         self._improved_at = self._run.budget.spent, 0
 
-    def record_children(self, step: Step, children: Sequence[Child]) -> list[Child]:
+    async def record_children(self, step: Step, children: Sequence[Child]) -> list[Child]:
         """Take note of how a step's children were written, and return those that change something."""
         changed = [child for child in children if child.candidate != child.source]
-        self._credit.record_children(step.number, [child.is_whole for child in changed])
-        self.keep()
+
+        def record() -> None:
+            self._credit.record_children(step.number, [child.is_whole for child in changed])
+            self.keep()
+
+        await self._pool.write(record)
         return changed
 
     def learn(self, commits: Sequence[Commit], clean: Collection[int] = ()) -> None:
