@@ -343,7 +343,7 @@ class Ending:
     def restored(self) -> None:
         """Go on with a pool that holds the candidates of earlier sessions."""
 
-    def record_children(self, step: Step, children: Sequence[Child]) -> list[Child]:
+    async def record_children(self, step: Step, children: Sequence[Child]) -> list[Child]:
         """Take note of how a step's children were written, and return those that change something."""
         del step
         return list(children)

@@ -273,11 +273,15 @@ class Heads(Ending):
             self._tried = {step: frozenset(patches) for step, patches in saved["tried"]}
             self._asked_anew.update(saved["asked_anew"])
 
-    def record_children(self, step: Step, children: Sequence[Child]) -> list[Child]:
+    async def record_children(self, step: Step, children: Sequence[Child]) -> list[Child]:
         """Take note of how a step's children were written, and return those that change something."""
         changed = [child for child in children if child.candidate != child.source]
-        self._credit.record_children(step.number, [child.is_whole for child in changed])
-        self.keep()
+
+        def record() -> None:
+            self._credit.record_children(step.number, [child.is_whole for child in changed])
+            self.keep()
+
+        await self._pool.write(record)
         return changed
 
     def learn(self, commits: Sequence[Commit]) -> None:

@@ -11,7 +11,7 @@ import copy
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -26,7 +26,7 @@ from dspy_flashevolve.engine.run import EvolutionRun, Work
 from dspy_flashevolve.engine.store import Rollout
 from dspy_flashevolve.gepa.edit_search import EditSearch
 from dspy_flashevolve.gepa.records import Candidate, Screened, Task
-from dspy_flashevolve.gepa.search import Search
+from dspy_flashevolve.gepa.search import Release, RunPart, Search
 from dspy_flashevolve.gepa.settings import Workflow
 
 K = TypeVar("K", bound=Hashable)
@@ -272,12 +272,7 @@ class Published(Search):
         """Take in which examples tell candidates apart."""
         self._prefix.record(scores)
 
-    async def validated(
-        self,
-        ids: Sequence[Any],
-        part: Callable[[str, list[Any]], Awaitable[dict[Any, Rollout]]],
-        release: Callable[[dict[Any, Rollout]], Awaitable[None]],
-    ) -> dict[Any, Rollout]:
+    async def validated(self, ids: Sequence[Any], part: RunPart, release: Release) -> dict[Any, Rollout]:
         """Run a candidate on the prefix, which ``release`` is told of, and on the rest beside it."""
         if self._workflow.validate == 1:
             return await super().validated(ids, part, release)

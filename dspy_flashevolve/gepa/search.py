@@ -25,6 +25,8 @@ from dspy_flashevolve.gepa.screening import Screening
 from dspy_flashevolve.observe.statistics import ChangeRecord
 
 T = TypeVar("T")
+RunPart = Callable[[str, list[Any]], Awaitable[dict[Any, Rollout]]]
+Release = Callable[[dict[Any, Rollout]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +146,7 @@ class Search:
         del step, screening
         return True
 
-    async def validated(
-        self,
-        ids: Sequence[Any],
-        part: Callable[[str, list[Any]], Awaitable[dict[Any, Rollout]]],
-        release: Callable[[dict[Any, Rollout]], Awaitable[None]],
-    ) -> dict[Any, Rollout]:
+    async def validated(self, ids: Sequence[Any], part: RunPart, release: Release) -> dict[Any, Rollout]:
         """Run a candidate on validation examples by ``part``, which is given a stage and the examples to run there.
 
         ``release`` lets other steps start from the candidate, by the rollouts so far.

@@ -229,8 +229,8 @@ class GepaLoop:
         )
         if not tasks or (step.recorded is not None and not step.reservation.cover(unpaid)):
             raise StepEnded(EndKind.DISCARDED, "there is nothing to work on within the budget")
-        for task in tasks:
-            await pool.write(pool.reports.evaluation_begins, step, task.minibatch, [], task.parent_idx)
+        begins = pool.reports.evaluation_begins
+        await pool.write(lambda: [begins(step, task.minibatch, [], task.parent_idx) for task in tasks])
         unique = {task_key(task): task for task in tasks}
 
         async def evaluated(task: Task) -> Batch:
@@ -253,7 +253,7 @@ class GepaLoop:
         self._end_if_over()
         pool, most = self._pool, self._settings.workflow.max_candidate_characters
         written = await self._proposing.propose(step, parents)
-        changed = await pool.write(self._ending.record_children, step, written)
+        changed = await self._ending.record_children(step, written)
         await self._spending.release()
         await pool.write(pool.keep_strategies)
         if not changed:
@@ -293,9 +293,13 @@ class GepaLoop:
         with self._screening.running():
             passed = await self._passed(step, children)
         self._look(step, "after_screen", [child.base for child, _ in passed], counts=not is_skipped)
-        alone = [
-            pair for pair in passed if not await pool.write(self._joins, step, *pair) or self._ending.is_doubted(step)
-        ]
+        alone = passed
+        if type(self._search).joins is not Search.joins:
+            alone = [
+                pair
+                for pair in passed
+                if not await pool.write(self._joins, step, *pair) or self._ending.is_doubted(step)
+            ]
         if not alone:
             raise StepEnded(EndKind.INTEGRATED, "its changes are in the head")
         proposals = [proposal for _, proposal in alone]
@@ -310,9 +314,8 @@ class GepaLoop:
             StepEnded: there is none.
         """
         pool = self._pool
-        for child in children:
-            task = child.parent.task
-            await pool.write(pool.reports.evaluation_begins, step, task.minibatch, [task.parent_idx])
+        begins, tasks = pool.reports.evaluation_begins, [child.parent.task for child in children]
+        await pool.write(lambda: [begins(step, task.minibatch, [task.parent_idx]) for task in tasks])
         outcomes = await gather([lambda child=child: self._run_child(step, child) for child in children])
         screened = [outcome for outcome in outcomes if outcome is not None]
         passed = await pool.write(self._iterations.judge_children, step, screened) if screened else []
