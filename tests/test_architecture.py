@@ -50,7 +50,6 @@ ASSIGNED = {
     ("slot", "time_scope"): "whoever is in a slot may bound its time; a pause moves the bound",
     ("bound", "deadline"): "anyio's way to move a deadline",
     ("time_scope", "deadline"): "the same",
-    ("request", "number"): "an endpoint numbers the requests that it is sent",
     ("connection", "row_factory"): "sqlite3's way to name columns",
     ("_executor", "_max_workers"): "the standard library's executor has no other way to grow",
     ("budget", "spent"): "a run that goes on has spent what its checkpoint says",
