@@ -128,11 +128,11 @@ class Reservation:
 class EndKind(str, Enum):
     """The one way in which a step ends.
 
-    An integrated step's change lives on in a candidate that another step brings to its end.
+    A step that joined: its change lives on in a candidate that another step brings to its end.
     """
 
     COMMITTED = "committed"
-    INTEGRATED = "integrated"
+    JOINED = "joined"
     REJECTED = "rejected"
     DISCARDED = "discarded"
     FAILED = "failed"

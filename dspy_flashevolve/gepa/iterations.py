@@ -108,11 +108,11 @@ class Iterations:
         self._reports.step_begins(step)
         return trace
 
-    def end(self, step: Step, accepted: bool, counts: bool = True, is_integrated: bool = False) -> bool:
+    def end(self, step: Step, accepted: bool, counts: bool = True, has_joined: bool = False) -> bool:
         """Report a step's end and ask the stoppers, those that count iterations only where it ``counts``; True to
         stop."""
         self.pool.count_calls()
-        self._reports.step_ended(step, accepted, is_integrated)
+        self._reports.step_ended(step, accepted, has_joined)
         self.pool.keep_strategies()
         return self.pool.should_stop(counts)
 

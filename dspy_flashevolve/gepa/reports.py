@@ -184,13 +184,13 @@ class Reports:
         self._begun.add(step.number)
         self.notify("on_iteration_start", step.number + 1, state=self._state, trainset_loader=self._trainset)
 
-    def step_ended(self, step: Step, accepted: bool, is_integrated: bool = False) -> None:
-        """A step has ended; ``is_integrated``: its changes are in the text that is validated next."""
+    def step_ended(self, step: Step, accepted: bool, has_joined: bool = False) -> None:
+        """A step has ended; ``has_joined``: its changes are in the text that is validated next."""
         self._begun.discard(step.number)
         if step.number in self._without_proposal:
             self._without_proposal.discard(step.number)
             without = "Reflective mutation did not propose a new candidate"
-            self.log(step, "Its changes go into the next candidate" if is_integrated else without)
+            self.log(step, "Its changes go into the next candidate" if has_joined else without)
         self._iteration_ended(step.number, accepted)
 
     def end_steps(self) -> None:

@@ -283,7 +283,7 @@ class GepaLoop:
             self._look(step, "after_screen", [child.base for child in children])
             children = [child for child in children if not await pool.write(self._joins, step, child)]
             if not children:
-                raise StepEnded(EndKind.INTEGRATED, "its edits are in the head, as those of nearly all children before")
+                raise StepEnded(EndKind.JOINED, "its edits are in the head, as those of nearly all children before")
         runs = [(child, child.candidate) for child in children] + [(child, child.source) for child in patched]
         calls = sum(
             self._evaluations.unpaid(step, texts, child.parent.task.minibatch_ids, train=True) for child, texts in runs
@@ -301,7 +301,7 @@ class GepaLoop:
                 if not await pool.write(self._joins, step, *pair) or self._ending.is_doubted(step)
             ]
         if not alone:
-            raise StepEnded(EndKind.INTEGRATED, "its changes are in the head")
+            raise StepEnded(EndKind.JOINED, "its changes are in the head")
         proposals = [proposal for _, proposal in alone]
         step.record_version(step.version, await pool.write(self._iterations.expected_score, proposals))
         self._end_if_over()
@@ -490,8 +490,8 @@ class GepaLoop:
         counts = committed or (step.number >= self._counts_from and (self._ending.may_validate))
         if counts:
             self._counts_from = max(self._run.live, default=step.number) + 1
-        is_integrated = end.kind is EndKind.INTEGRATED
-        if await pool.write(self._iterations.end, step, committed, counts, is_integrated):
+        has_joined = end.kind is EndKind.JOINED
+        if await pool.write(self._iterations.end, step, committed, counts, has_joined):
             self._stop()
         await self._spending.release()
         if self._run.live == [step.number]:

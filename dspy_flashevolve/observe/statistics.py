@@ -74,7 +74,7 @@ class RunStats:
             "failed": it was given up, because steps failed one after the other; the best so far was returned.
             "aborted": an exception ended it, the second Ctrl-C and a cancelled ``acompile`` too.
         steps: evolution steps that were started.
-        ended: how steps ended (committed, integrated, rejected, discarded, failed, cancelled) -> how many did.
+        ended: how steps ended (committed, joined, rejected, discarded, failed, cancelled) -> how many did.
         end_reasons: reason -> steps that ended for it; of all steps that did not commit.
         metric_calls: metric calls paid, the seed's validation included.
         max_metric_calls: the budget of metric calls; None without one.

@@ -164,7 +164,7 @@ def facts(details: Any) -> tuple[Any, ...]:
 
 def check_ends(stats: Any) -> None:
     """Every step has ended once, in one of the six ways, and with a reason unless it was committed."""
-    assert set(stats.ended) <= {"committed", "integrated", "rejected", "discarded", "failed", "cancelled"}
+    assert set(stats.ended) <= {"committed", "joined", "rejected", "discarded", "failed", "cancelled"}
     assert sum(stats.ended.values()) == steps_of(stats)
     assert stats.ended.get("committed", 0) == len({commit.step for commit in stats.commits})
     assert sum(stats.end_reasons.values()) == steps_of(stats) - stats.ended.get("committed", 0)

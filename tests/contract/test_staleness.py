@@ -553,7 +553,7 @@ def test_heads_are_validated_during_the_run_whatever_the_scale_of_scores(scale: 
     world.score = lambda text, question: scale * plain(text, question)
     program = play(world, 200, perfect_score=scale)
     assert program.async_stats.ended["committed"] >= 3
-    assert program.async_stats.ended["integrated"] > 3
+    assert program.async_stats.ended["joined"] > 3
     assert max(program.detailed_results.val_aggregate_scores) > 0.6 * scale
 
 

@@ -126,7 +126,7 @@ def test_whole_texts_in_the_place_of_edits_stand_for_themselves_and_the_whole_bu
     assert texts <= written
     assert len(texts) > 3
     assert not stats.changes
-    assert not stats.ended.get("integrated", 0)
+    assert not stats.ended.get("joined", 0)
     assert stats.metric_calls > 150 - (10 + 2 * 12), "what is left pays no step with its validation"
     assert max(commit.generation for commit in stats.commits) > 1, "children of children"
 
@@ -159,7 +159,7 @@ def test_the_edits_of_a_seed_of_five_hundred_lines_join() -> None:
     predictor.signature = predictor.signature.with_instructions(seed)
     program = asked(fake_lm(Reflection(tidy)), student, 79, by_rules)
     assert len(program.async_stats.changes) > 3
-    assert program.async_stats.ended["integrated"] > 3
+    assert program.async_stats.ended["joined"] > 3
     assert len(rules_in(text_of(program))) > 3, "the edits of several children are in one text"
 
 

@@ -129,7 +129,7 @@ def test_what_joins_costs_no_validation_and_the_last_candidate_is_validated() ->
     assert optimizer.search is own
     program = play(world, 160, search=own)
     details, stats = program.detailed_results, program.async_stats
-    assert stats.ended["integrated"] > 2
+    assert stats.ended["joined"] > 2
     assert len(details.candidates) == 2
     assert own.seen == [], "a run works on a copy"
 
