@@ -22,7 +22,6 @@ from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolved
 from dspy_flashevolve.engine.events import (
     Committed,
     EventBus,
-    PolicyDecided,
     StageVisited,
     StepClosed,
     StepOpened,
@@ -32,7 +31,6 @@ from dspy_flashevolve.engine.loop import LoopClock, Threads, collecting_errors, 
 from dspy_flashevolve.engine.provider import OUTAGE_SECONDS, Providers, RetryPolicy, queues_of
 from dspy_flashevolve.engine.requests import Requests
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit
-from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.engine.steps import (
     Admission,
     Budget,
@@ -262,7 +260,7 @@ class EvolutionRun:
         for number, scope in self._scopes.items():
             if not self._live[number].has_begun:
                 scope.cancel()  # it may wait for something to work on as long as it likes
-        self.notify()
+        self._notify()
 
     @property
     def end_reason(self) -> str:
@@ -353,12 +351,12 @@ class EvolutionRun:
         step.has_begun = True
         self.store.record_selection(step.number, version, selection)
         self.bus.emit(StepOpened(self.clock(), step.number, version, len(self._live)))
-        self.notify()
+        self._notify()
 
     def mark_child_made(self, step: Step) -> None:
         """The step works towards a child no more: another may start its work."""
         step.is_working = False
-        self.notify()
+        self._notify()
 
     @property
     def live(self) -> list[int]:
@@ -371,7 +369,7 @@ class EvolutionRun:
         return bool(self.live or self._beside)
 
     @property
-    def working(self) -> int:
+    def _working(self) -> int:
         """Steps that work towards a child, and do not wait for a provider that answers others."""
         steps = [step for step in self._live.values() if step.is_working]
         return len(steps) - self._resting(steps)
@@ -387,7 +385,7 @@ class EvolutionRun:
         steps = list(self._live.values())
         return Load(
             live=len(steps),
-            working=self.working,
+            working=self._working,
             idle_slots=self.scheduler.idle,
             calls_left=self.budget.left,
             calls_reserved=self.budget.reserved,
@@ -411,7 +409,7 @@ class EvolutionRun:
                 logger.warning("%s: work beside the steps is left undone: %s", self.name, error)
             finally:
                 self._beside -= 1
-                self.notify()
+                self._notify()
 
         self._beside += 1
         if self.lockstep:
@@ -419,7 +417,7 @@ class EvolutionRun:
         else:
             self._start(unresolved_is_told)
 
-    def notify(self) -> None:
+    def _notify(self) -> None:
         """Something has changed that a step, or the opening of one, may wait for."""
         self._change.set()
         self._change = anyio.Event()
@@ -427,18 +425,6 @@ class EvolutionRun:
     async def wait_for_change(self) -> None:
         """Wait until something has changed."""
         await self._change.wait()
-
-    def ask_policy(
-        self, step: Step, policy: StalenessPolicy, look: Look, version: int, *, integrates: bool = True
-    ) -> Decision:
-        """Ask a staleness policy what becomes of a step, and tell the observers; not ``integrates``: one that is to be
-        repaired is admitted instead."""
-        decision = policy.decide(look, History(version))
-        word = "integrate" if isinstance(decision, Integrate) and integrates else "admit"
-        word, reason = ("discard", decision.reason) if isinstance(decision, Discard) else (word, "")
-        self.policy_decisions[word] += 1
-        self.bus.emit(PolicyDecided(self.clock(), step.number, look.place, version - look.seen, word, reason))
-        return decision
 
     def commit(
         self,
@@ -556,7 +542,7 @@ class EvolutionRun:
                 self.bus.emit(StepClosed(self.clock(), step.number, end, len(self._live)))
             elif step.recorded is None:
                 self._next = min(self._next, step.number)
-            self.notify()
+            self._notify()
 
     async def _end_of(self, step: Step) -> End | None:
         try:
@@ -580,7 +566,7 @@ class EvolutionRun:
 
     def _slot_is_idle(self) -> None:
         if self._waits_for_slots:
-            self.notify()
+            self._notify()
 
     def _visited(self, visit: StageVisit) -> None:
         self.bus.emit(StageVisited(visit.ended, visit.step, visit.stage, visit.queued, visit.began))

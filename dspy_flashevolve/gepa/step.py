@@ -20,9 +20,9 @@ import anyio
 from dspy.primitives import Module
 
 from dspy_flashevolve.engine.errors import ConfigurationError, NoLongerWantedError, RolloutUnresolvedError
-from dspy_flashevolve.engine.events import SeedValidated
+from dspy_flashevolve.engine.events import PolicyDecided, SeedValidated
 from dspy_flashevolve.engine.requests import gather
-from dspy_flashevolve.engine.staleness import Discard, Integrate, Look, Place, StalenessPolicy, Texts
+from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, Place, StalenessPolicy, Texts
 from dspy_flashevolve.engine.steps import Admission, End, EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.engine.store import BEFORE_STEPS, hash_of, id_text, reporting_damage
 from dspy_flashevolve.gepa import resume
@@ -452,14 +452,19 @@ class GepaLoop:
             return False
         orphaned = any(base in pool.speculative.fallen for base in bases)
         look = Look(place, step.version, orphaned)
-        decision = run.ask_policy(step, policy, look, pool.version)
-        if isinstance(decision, Discard):
-            raise StepEnded(EndKind.DISCARDED, f"stale: {decision.reason}")
-        if isinstance(decision, Integrate) and place != "after_propose":
+        decision = policy.decide(look, History(pool.version))
+        reason = decision.reason if isinstance(decision, Discard) else None
+        is_repaired = isinstance(decision, Integrate)
+        word = "integrate" if is_repaired else "admit" if reason is None else "discard"
+        run.policy_decisions[word] += 1
+        run.bus.emit(PolicyDecided(run.clock(), step.number, place, pool.version - step.version, word, reason or ""))
+        if reason is not None:
+            raise StepEnded(EndKind.DISCARDED, f"stale: {reason}")
+        if is_repaired and place != "after_propose":
             raise ConfigurationError(
                 f"{policy!r} says Integrate() {place}: children are repaired after_propose, elsewhere admit or discard."
             )
-        return isinstance(decision, Integrate)
+        return is_repaired
 
     # The seed, and how steps end.
 

@@ -69,7 +69,7 @@ class World:
         used = run.scheduler.statistics()
         assert (used.busy, sum(one.waiting for one in used.stages.values()), run.budget.reserved) == (0, 0, 0)
         assert run.live == []
-        assert run.working == 0
+        assert run.load().working == 0
 
     async def ask(self, stage: str, step: Step, seconds: float = 1.0) -> None:
         await self.run.requests.ask(stage, step, lambda: anyio.sleep(seconds))
