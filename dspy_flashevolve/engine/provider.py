@@ -8,6 +8,9 @@
                           anybody; wait as long as it said, else with backoff and jitter; False where it is given up
     Attempts.answered     it was answered: the server's limit may grow
 
+Two loops make attempts: ``Pace.call`` and ``Pace.acall`` (programs/lm.py) for each call of a ``dspy.LM``, and
+``Requests._answer_in_slot`` (requests.py) for a whole request, whose LMs may be of the user's own kind.
+
 A request that fails while most others are answered is at fault itself: its attempts count, and after the last one it is
 given up alone. Where most others fail too, the provider is in trouble: attempts do not count, and the run ends when the
 provider has answered nothing for :attr:`RetryPolicy.outage_seconds` (docs/guide/resume-stop-faults.md).
@@ -355,6 +358,8 @@ class Provider:
 
     def __init__(self, name: str, providers: Providers, servers: list[Server], is_optional: bool) -> None:
         self.name, self.providers, self.servers, self._is_optional = name, providers, servers, is_optional
+        self.sent: set[Attempts] = set()
+        """Requests that were sent, and have not ended; those that wait to be sent are no sign of life."""
         self.isolated: set[Attempts] = set()
         """Requests that wait although others are answered. They are given up soon; those that wait with them may go on,
         so no outage is declared before."""
@@ -401,8 +406,8 @@ class Provider:
     def record_failure(self, request: Attempts, failure: Failure) -> None:
         """Record that a request got no answer, and decide whether that counts as one of its attempts. It does
 
-        - where the fault may well be the request's alone, unless most others fail, too, since its first failure or,
-        where nobody else asked meanwhile, before;
+        - where the fault may well be the request's alone, unless most others fail, too: those that ended since its
+        first failure, or those before where none did;
         - else (a rate limit, say) where most others are answered, and it was not for :data:`PATIENT_SECONDS`;
         - where nothing is waited for any more, or the run can do without the answer.
         """
@@ -448,12 +453,11 @@ class Provider:
         if self.providers.outage:
             return
         silent_seconds, failures = now - self._silent_since, self._failures_in_silence
-        is_at_work = any(server.under_way for server in self.servers)
         outage_seconds = self.providers.policy.outage_seconds
         limit = math.inf if outage_seconds is None else outage_seconds
         # Where a single request hung for all that time, and nothing else was asked, one more request decides.
         is_certain = now - request.sent_seconds <= limit or failures > 2
-        is_over = silent_seconds >= limit - EARLY_SECONDS and not (is_at_work or self.isolated)
+        is_over = silent_seconds >= limit - EARLY_SECONDS and not (self.sent or self.isolated)
         if is_over and is_certain and not self._is_optional:
             self.providers.give_up(
                 f"{self.name} has answered nothing for {silent_seconds:.0f} seconds, and turned away all that it was "
@@ -461,7 +465,7 @@ class Provider:
             )
         elif (
             failures >= SILENT_FAILURES
-            and (not is_at_work or silent_seconds >= SILENT_SECONDS)
+            and (not self.sent or silent_seconds >= SILENT_SECONDS)
             and now >= self._warned_seconds + WARNING_SECONDS
         ):
             self._warned_seconds = now
@@ -544,11 +548,13 @@ class Attempts:
     def send(self) -> None:
         """Record that it goes out now."""
         self.server.begin(self)
+        self.provider.sent.add(self)
         self.server.queue.sees_lm_calls = self.server.queue.sees_lm_calls or not self.is_whole
 
     def leave(self) -> None:
         """Record that it is under way no more, whatever became of it."""
         self.server.under_way.discard(self)
+        self.provider.sent.discard(self)
 
     def answered(self, tokens: int = 0) -> None:
         """Record that it was answered, and what that cost in tokens."""
@@ -646,17 +652,18 @@ class Providers:
                 queue.models += [] if adaptive is None else [model]
             queue.update_slots()
 
-    def provider(self, name: str, bounds: Bounds | None = None) -> Provider:
-        """Return the provider of that name, one object a name; the name of several servers has each of them."""
+    def provider(self, name: str, bounds: Bounds | None = None, as_one: bool = False) -> Provider:
+        """Return the provider of that name, one object a name; the name of several servers has each of them, unless
+        somebody else chooses between them (``as_one``)."""
         if name not in self._providers:
-            members = members_of(name)
+            members = [name] if as_one else members_of(name)
             servers = [self._server(member, bounds, len(members) > 1) for member in members]
             self._providers[name] = Provider(name, self, servers, self._is_optional(name))
         return self._providers[name]
 
     def of_stage(self, stage: str) -> Provider:
-        """Return what stands for all that a stage asks, and for others that ask the same: it compares the outcomes of
-        whole requests, when the requests of LMs were made again already."""
+        """Return the provider of a stage's whole requests, the same for all stages of a queue. Its requests fail when
+        those of their LMs were made again in vain, so that outcomes are compared apart from those of LM calls."""
         name = self._queue_names.get(stage, stage)
         if name not in self._stages:
             asked = min(each_by_itself(self._asked.get(stage) or {stage}))
@@ -692,7 +699,7 @@ class Providers:
 
     def _server(self, name: str, bounds: Bounds | None, is_one_of_several: bool) -> Server:
         if name not in self._servers:
-            queue = self._queue(name)
+            queue = self._queue(members_of(name)[0])
             self._servers[name] = Server(name, self, queue, bounds, is_one_of_several)
             queue.servers.append(self._servers[name])
         return self._servers[name]

@@ -468,9 +468,9 @@ class Requests:
 
         async def attempt() -> T:
             attempts.slot = flight.slot = current_slot()
-            if providers.outage:
-                raise RolloutUnresolvedError(providers.outage)
             await attempts.begin()
+            if providers.outage:  # it was given up while this one waited
+                raise RolloutUnresolvedError(providers.outage)
             attempts.send()
             try:
                 return await call.attempt(self, attempts.failures + 1)

@@ -304,7 +304,7 @@ class EvolutionRun:
             RunAbortedError: the provider refused for good.
             Exception: what a step raised, or what runs beside them, after the rest was cancelled.
         """
-        self._step, self._ended, self._may_open = step, on_end, stop_reason
+        self._step, self._ended, self._why_none_opens = step, on_end, stop_reason
         self._rule = LiveSteps(1, strict=True) if self.lockstep else admission or LiveSteps(self.slots)
         self._reserve = reserve or (lambda: self.budget.reserve(calls_per_step))
         self._next, self._exhausted, self._most_calls = max(first_number, self._next), False, calls_per_step
@@ -483,7 +483,7 @@ class EvolutionRun:
             return None if self.lockstep and self._live else self._runs_again(self._recorded.pop(0))
         if self.stop_reason or self._exhausted:
             return None
-        if (reason := self._may_open()) is not None:
+        if (reason := self._why_none_opens()) is not None:
             self.stop(reason, "finished")
             return None
         self._waits_for_slots = False

@@ -167,11 +167,13 @@ class Slot:
     async def released(self, keep: bool = False, is_retry: bool = True) -> AsyncGenerator[None, None]:
         """Give the slot back for the block (unless ``keep``: a thread waits), and take it again after it. A block that
         raises ends without the slot."""
+        lends = self.is_held and not (keep or is_retry)
         if not keep:
             self._taking = self._taking or anyio.Lock()
             self._give_back()
         with self.paused(is_retry):
-            yield
+            with self._scheduler.lending() if lends else nullcontext():
+                yield
             await self.take()
 
     async def run_beside(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -332,7 +334,7 @@ class Scheduler:
             name: _Stage(name, depth, self._queue(named.get(name, ""))) for depth, name in enumerate(stages, start=1)
         }
         self._lines: dict[tuple[str, int], _Line] = {}
-        self._busy = self._peak = 0
+        self._busy = self._peak = self._lent = 0
         self._limit_seconds, self._limit_measured_seconds = 0.0, math.nan
 
     @property
@@ -344,10 +346,20 @@ class Scheduler:
 
     @property
     def idle(self) -> int:
-        """Number of free slots, at the queue that has the fewest."""
+        """Number of free slots, at the queue that has the fewest; those of requests that wait for the end of a pause
+        are not free: more steps would only wait, too."""
         queues = self._queues.values()
         free = [queue.limit - queue.busy for queue in queues if queue.limit is not None]
-        return max(0, min([self._limit - self._busy, *free]))
+        return max(0, min([self._limit - self._busy, *free]) - self._lent)
+
+    @contextmanager
+    def lending(self) -> Generator[None, None, None]:
+        """Let a request's slot be used by others for the block, but not count as free."""
+        self._lent += 1
+        try:
+            yield
+        finally:
+            self._lent -= 1
 
     async def run(
         self,

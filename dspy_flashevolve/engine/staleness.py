@@ -3,7 +3,7 @@
 The pool's version counts its commits; a step remembers the version that it saw; the difference is its
 gap. A policy looks at an item at the places that it names and says what becomes of it; it is a pure
 function of the look and of the history, so that the same history gives the same decision whatever the
-order in which items arrive.
+order in which items arrive. ``GepaLoop._look`` (gepa/step.py) asks it; what is to be repaired goes to gepa/repair.py.
 
 Source: FlashEvolve (arXiv 2605.08520) section 3.2.
 """

@@ -244,6 +244,7 @@ class Database:
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
         """Return what a query finds, of all that was appended."""
+        self._raise_if_closed()
         self._write_waiting()
         with reporting_damage(self.path), self._lock:
             return self._connection.execute(query, parameters).fetchall()
@@ -431,8 +432,9 @@ class Store(Database):
 
     def find_rollout(self, key: RolloutKey, step: int, read: Callable[[Any], Rollout | None]) -> Rollout | None:
         """A rollout that was paid for work which runs again now; None where there is none, or it cannot be read."""
-        index = key.candidate, key.split, id_text(key.example), int(key.traced)
-        found = self._rollouts.get(index) if step in self._numbers else None
+        if step not in self._numbers or not self._rollouts:
+            return None
+        found = self._rollouts.get((key.candidate, key.split, id_text(key.example), int(key.traced)))
         if not found:
             return None
         row = found.pop(0) if self._each_once else found[-1]

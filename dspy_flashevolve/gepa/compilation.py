@@ -37,6 +37,7 @@ from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy,
 from dspy_flashevolve.engine.steps import End, EndKind, Step
 from dspy_flashevolve.engine.store import Store, reporting_damage
 from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.gepa.admission import ReflectionCalls
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.edit_search import EditSearch
 from dspy_flashevolve.gepa.ending import Ending
@@ -46,7 +47,7 @@ from dspy_flashevolve.gepa.iterations import Iterations
 from dspy_flashevolve.gepa.lockstep import Lockstep
 from dspy_flashevolve.gepa.options import adapter_of, build_parts, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.propose import EditProposer, ReflectionCalls, TextProposer
+from dspy_flashevolve.gepa.propose import EditProposer, TextProposer
 from dspy_flashevolve.gepa.published import Published, PublishedEdits
 from dspy_flashevolve.gepa.reports import IterationLog, gepa_logger
 from dspy_flashevolve.gepa.resume import checkpoint_in, tell_changes, written_out

@@ -8,6 +8,9 @@ set of patches: parts are visited depth first, each followed by what patches put
 array (Roh et al. 2011). A part that is taken out keeps its place there, for what stands behind it.
 
 A text that was written as a whole has no edits: it stands for itself, and becomes the base of later patches or nothing.
+
+A reply is read by ``modules/reading.py``, for ``EditProposer`` in propose.py; :meth:`Edit.in_text` finds edits in one
+that is neither JSON nor has the fields of the request.
 """
 
 from __future__ import annotations

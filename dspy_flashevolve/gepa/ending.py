@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import median_low
@@ -60,8 +60,8 @@ class PendingValidation:
 class ValidationTime:
     """How long a validation takes, and whether ``max_seconds`` leave time for more than the last one."""
 
-    def __init__(self, run: DspyRun, examples: int) -> None:
-        self._run, self._examples = run, examples
+    def __init__(self, run: DspyRun, examples: int, rewriting: Callable[[], float | None]) -> None:
+        self._run, self._examples, self._rewriting = run, examples, rewriting
         self._durations = deque[float](maxlen=TIMED_VALIDATIONS)
         self._seeded_at = (0, 0.0)
         """Metric calls and their seconds in slots when the seed's scores were there; a cache may have had those."""
@@ -90,9 +90,15 @@ class ValidationTime:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the time that is left is just what a last head's validation takes."""
-        most = self._run.max_seconds
-        return most is not None and self.left <= min(LAST_MARGIN * self.expected, LAST_SHARE * most)
+        """Whether the time that is left is just what a last head's validation takes, and writing it anew before."""
+        most, rewriting = self._run.max_seconds, self._rewriting()
+        needed = self.expected if rewriting is None else 2 * self.expected + rewriting
+        return most is not None and self.left <= min(LAST_MARGIN * needed, LAST_SHARE * most)
+
+    @property
+    def pays_rewriting(self) -> bool:
+        """Whether the last text may be written anew and validated before ``max_seconds``."""
+        return self.left >= self.expected + (self._rewriting() or 0.0)
 
     def _slot_seconds(self) -> float:
         """Total seconds during which rollouts have held a slot."""
@@ -122,7 +128,7 @@ class Ending:
     ) -> None:
         self._run, self._pool, self._iterations, self._initial = run, pool, iterations, list(initial)
         self._search, self._ends_with_perfect = search, ends_with_perfect
-        self.time = ValidationTime(run, len(pool.loader))
+        self.time = ValidationTime(run, len(pool.loader), self.rewriting_seconds)
         self.phase = Phase.SEARCHING
         self._pending: Head | None = None
         """The last candidate, as of :meth:`refresh`."""
@@ -183,6 +189,10 @@ class Ending:
         """Whether a step validates its own child, though the search has joined it."""
         del step
         return False
+
+    def rewriting_seconds(self) -> float | None:
+        """Seconds that writing the last text anew takes; None where it is validated as it is."""
+        return None
 
     # How the phase moves.
 

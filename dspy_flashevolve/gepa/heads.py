@@ -2,9 +2,9 @@
 
 A head follows from all rollouts so far (credit.py). It is validated again where it is better by some margin, and within
 a share of the metric calls. The last one is what the run returns: calls are kept for it, it begins while
-``max_seconds`` still leave time, and the reflection LM writes its text anew beside it. A best text that is validated
-already, a perfect one too, is written anew as well before the run ends. How far a run is with the last one is a matter
-of ending.py.
+``max_seconds`` still leave time, and the reflection LM writes its text anew; both are validated. A best text that is
+validated already, a perfect one too, is written anew as well before calls or reflections end. How far a run is with the
+last one is a matter of ending.py.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.staleness import Texts
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.engine.store import hash_of
+from dspy_flashevolve.gepa.admission import ReflectionCalls
 from dspy_flashevolve.gepa.credit import Head
 from dspy_flashevolve.gepa.edit_search import EditSearch
 from dspy_flashevolve.gepa.edits import is_too_long
 from dspy_flashevolve.gepa.ending import Ending, PendingValidation
 from dspy_flashevolve.gepa.iterations import Iterations
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.gepa.records import Child, Commit, Proposal, Screened, Validated
 from dspy_flashevolve.gepa.repair import SPARE_CHARACTERS
 from dspy_flashevolve.modules.rewriting import Consolidation
@@ -135,6 +135,13 @@ class Heads(Ending):
         validations = 2 + requests / len(self._pool.loader)  # its own, the last head's, and what shares the slots
         return doubts and self.time.left > validations * self.time.expected
 
+    def rewriting_seconds(self) -> float | None:
+        """Seconds that writing the last text anew takes, as a reflection on average; None where it has not grown."""
+        if not (self._consolidates and self._credit.outlook.is_grown) or self._calls.are_spent:
+            return None
+        served = self._run.scheduler.statistics().stages["propose"].served_seconds
+        return served / max(1, self._calls.reflections)
+
     @property
     def obstacle(self) -> str:
         """Why the best text cannot be written anew and validated any more; empty where it can."""
@@ -207,10 +214,11 @@ class Heads(Ending):
         Nothing is returned where the text is validated already, and no new one came of it.
         """
         as_it_is = await super().rewritten(step, found, pending)
-        if not (self._consolidates and pending.is_last) or self.time.is_ending:
+        is_over = pending.is_last or pending.is_timed
+        if not (self._consolidates and is_over and self.time.pays_rewriting):
             return as_it_is
         anew = await self._written_anew(step, found.proposal)
-        return as_it_is if anew is None else [*as_it_is, anew]
+        return as_it_is if anew is None or self.time.left < self.time.expected else [*as_it_is, anew]
 
     async def _written_anew(self, step: Step, head: Proposal) -> Screened | None:
         """Let the reflection LM write anew the components of a head that have grown.

@@ -25,6 +25,7 @@ from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.requests import Call, RequestCost
 from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.gepa.admission import ReflectionCalls
 from dspy_flashevolve.gepa.edits import Edit, EditedText
 from dspy_flashevolve.gepa.iterations import Iterations
 from dspy_flashevolve.gepa.parts import is_json, parts_of
@@ -50,49 +51,6 @@ SHOWN_CHARACTERS = 300
 """Of an error in the log and in a step's reason: whole replies made 2,848 lines of 13 failed steps."""
 ATTEMPTS = 2
 """gepa asks a reflection that raised once more, then skips the task."""
-
-
-class ReflectionCalls:
-    """Counts what was asked of the reflection LM, and says whether ``max_reflection_calls`` and ``max_cost``, in
-    dollars, allow more; calls of earlier sessions count."""
-
-    def __init__(self, run: DspyRun, limit: int | None, max_cost: float | None) -> None:
-        self._run, self._limit, self._max_cost = run, limit, max_cost
-        self.reflections = 0
-        """Calls for proposals and consolidations."""
-        self.integrations = 0
-        """Calls for repairs."""
-
-    def record(self, reflections: int = 0, integrations: int = 0) -> None:
-        """Count calls."""
-        self.reflections += reflections
-        self.integrations += integrations
-
-    @property
-    def total(self) -> int:
-        """Calls of this session."""
-        return self.reflections + self.integrations
-
-    @property
-    def used_shares(self) -> dict[str, float]:
-        """What bounds the run beside time and metric calls -> the share that is used, earlier sessions included."""
-        store, shares = self._run.store, dict[str, float]()
-        if self._limit is not None:
-            shares[f"max_reflection_calls={self._limit}"] = (self.total + store.requests_before) / self._limit
-        if self._max_cost is not None:
-            cost = self._run.dollars + store.dollars_before
-            shares[f"max_cost={self._max_cost:g} dollars"] = cost / self._max_cost
-        return shares
-
-    @property
-    def used_share(self) -> float:
-        """The largest of them; 0 without a limit."""
-        return max(self.used_shares.values(), default=0.0)
-
-    @property
-    def are_spent(self) -> bool:
-        """Whether no further call is to be begun."""
-        return self.used_share >= 1
 
 
 class Proposing:

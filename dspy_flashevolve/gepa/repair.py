@@ -23,9 +23,9 @@ from dspy_flashevolve.engine.requests import gather
 from dspy_flashevolve.engine.staleness import Discard, PastCommit, StaleChild, Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.engine.texts import logger_named
+from dspy_flashevolve.gepa.admission import ReflectionCalls
 from dspy_flashevolve.gepa.edits import is_too_long
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.gepa.records import Base, Child
 from dspy_flashevolve.modules.rewriting import VERDICTS, ChildVerdict
 from dspy_flashevolve.programs.records import ReplyText

@@ -1,7 +1,8 @@
 """Going on with an interrupted run: what GEPA writes down beside the engine's rows, and how its pool, its heads and its
 steps are put back to where journal and gepa's checkpoint say that they were.
 
-What touches the pool runs in its writer; what reads the journal, within :func:`reporting_damage`.
+What touches the pool runs in its writer; what reads the journal, within :func:`reporting_damage`. Steps without an end
+run again (``EvolutionRun._runs_again``), and ``Call.paid_before`` in engine/requests.py finds what was paid for them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What a step works on: parents and minibatches, or a crossover of two parents; after an interruption, what it had
-selected before."""
+selected before. What a run returns is chosen by ``Best`` in compilation.py."""
 
 from __future__ import annotations
 

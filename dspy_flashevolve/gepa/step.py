@@ -26,13 +26,14 @@ from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look,
 from dspy_flashevolve.engine.steps import Admission, End, EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.engine.store import BEFORE_STEPS, hash_of, id_text, reporting_damage
 from dspy_flashevolve.gepa import resume
+from dspy_flashevolve.gepa.admission import GENERATIONS, PERFECT, ReflectionCalls, SearchWidth, Spending, alone_width
 from dspy_flashevolve.gepa.edits import is_too_long
 from dspy_flashevolve.gepa.ending import Ending, PendingValidation
 from dspy_flashevolve.gepa.evaluate import Evaluations
 from dspy_flashevolve.gepa.iterations import Iterations
 from dspy_flashevolve.gepa.options import has_foreign
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.propose import EditProposer, Proposing, ReflectionCalls
+from dspy_flashevolve.gepa.propose import EditProposer, Proposing
 from dspy_flashevolve.gepa.records import (
     Batch,
     Child,
@@ -52,7 +53,6 @@ from dspy_flashevolve.gepa.screening import Screening
 from dspy_flashevolve.gepa.search import Search
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.settings import MINIBATCH
-from dspy_flashevolve.gepa.spending import GENERATIONS, PERFECT, SearchWidth, Spending, alone_width
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
 
@@ -154,7 +154,7 @@ class GepaLoop:
             self._admission,
             calls_per_step=self._spending.calls_per_task,
             reserve=self._spending.reserve,
-            stop_reason=self._spending.may_open,
+            stop_reason=self._spending.why_none_opens,
             on_end=self._ended,
             first_number=max(pool.state.i, run.store.last_step) + 1,
             watchers=self._search.watchers(run),

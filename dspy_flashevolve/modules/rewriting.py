@@ -1,5 +1,6 @@
 """The dspy modules by which an LM writes a whole text anew: repair of a stale child (:class:`StaleCandidateReflection`,
-FlashEvolve, arXiv 2605.08520, section 3.2), and consolidation of a prompt that has grown by separate edits."""
+FlashEvolve, arXiv 2605.08520, section 3.2), which gepa/repair.py asks for, and :class:`Consolidation` of a prompt that
+has grown by separate edits: gepa/heads.py says when, and of what text."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ import anyio
 import dspy
 from dspy.primitives.module import Module
 from dspy.utils.callback import with_callbacks
-from dspy.utils.exceptions import LMTimeoutError
+from dspy.utils.exceptions import LMTimeoutError, LMTransportError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.loop import LoopPortal
@@ -385,6 +385,12 @@ class _Request(Attempts):
     def arguments(self) -> dict[str, Any]:
         """Arguments beside the call's own: whom to ask, and past dspy's cache where that may keep a bad reply."""
         return {**self._cache_arguments, **self._pace.arguments[self.server.name]}
+
+    async def begin(self) -> None:
+        """See :meth:`Attempts.begin`; LMTransportError where its provider was given up meanwhile."""
+        await super().begin()
+        if outage := self.provider.providers.outage:
+            raise LMTransportError(outage)
 
     def send(self) -> None:
         """Record that it goes out now, and bound its time in a thread."""

@@ -297,7 +297,7 @@ class Actors:
         self._programs.append(_pickled(program, "program"))
         lms = [getattr(predictor, "lm", None) or self._lm for predictor in adapter.student.predictors()]
         names = sorted({endpoint_of(lm) for lm in lms if lm is not None}) or ["rollouts"]
-        provider = self._run.providers.provider(names[0])
+        provider = self._run.providers.provider(names[0], as_one=True)
         return partial(self._attempt, len(self._programs) - 1, adapter, RolloutRecords(adapter.student), provider)
 
     # Beginning and end.
@@ -439,10 +439,10 @@ class Actors:
     async def _request(self, provider: Provider, request: tuple[Any, ...], is_suspect: bool = False) -> RolloutAnswer:
         """Make a rollout as a request at its endpoint, whose limit is told what became of it."""
         attempts = Attempts(provider, current_slot())
-        await attempts.begin()
-        attempts.send()
-        began = anyio.current_time()
         try:
+            await attempts.begin()
+            attempts.send()
+            began = anyio.current_time()
             if is_suspect and not self._suspects:
                 self._start(self._suspects, cpus=0)
             actor = await self._free(self._suspects if is_suspect else self._actors)
@@ -455,7 +455,7 @@ class Actors:
         elif answer.attempt is not None:
             is_cached = not completion_tokens_of(answer.used) and anyio.current_time() - began <= CACHED_SECONDS
             if not is_cached:
-                attempts.server.record_answer(attempts)
+                attempts.answered()
         return answer
 
     async def _call_actor(self, actor: _Actor, request: tuple[Any, ...]) -> RolloutAnswer:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.steps import LiveSteps, Load
+from dspy_flashevolve.gepa.admission import SearchWidth
 from dspy_flashevolve.gepa.settings import Workflow
-from dspy_flashevolve.gepa.spending import SearchWidth
 
 RULES = st.builds(LiveSteps, st.integers(1, 64), st.none() | st.integers(1, 64), st.floats(0, 30), st.integers(1, 8))
 CALLS = st.tuples(st.integers(0, 5000) | st.none(), st.integers(0, 5000), st.floats(0, 200))

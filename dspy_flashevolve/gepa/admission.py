@@ -1,7 +1,8 @@
-"""What a run may still spend: whether a further step starts, and the metric calls that are set aside for it.
+"""Whether a further step of GEPA's starts: how many run at once (:class:`SearchWidth`), whether ``max_metric_calls``,
+``max_reflection_calls`` and ``max_cost`` pay it (:class:`Spending`), and the metric calls that are set aside for it.
 
-``may_open`` is a question, asked whenever something has changed; it changes nothing. ``reserve`` and
-``release`` set calls aside and hand them back.
+``EvolutionRun._opened`` (engine/run.py) asks whenever something has changed. ``why_none_opens`` changes nothing;
+``reserve`` and ``release`` set calls aside and hand them back.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import replace
 from dspy_flashevolve.engine.steps import LiveSteps, Load, Reservation
 from dspy_flashevolve.gepa.ending import Ending, Phase
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.gepa.search import Search
 from dspy_flashevolve.gepa.settings import Workflow
 from dspy_flashevolve.programs.run import DspyRun
@@ -25,6 +25,49 @@ NARROW = 4
 """Examples of a minibatch up to which all live steps find slots; with larger ones fewer run, unless slots are idle. In
 120 seconds and 32 slots eight to twelve steps of twelve examples came to more than 24, half of which ended late."""
 PERFECT = "the best candidate has the perfect score on every validation example"
+
+
+class ReflectionCalls:
+    """Counts what was asked of the reflection LM, and says whether ``max_reflection_calls`` and ``max_cost``, in
+    dollars for all LM calls, allow more; earlier sessions count."""
+
+    def __init__(self, run: DspyRun, limit: int | None, max_cost: float | None) -> None:
+        self._run, self._limit, self._max_cost = run, limit, max_cost
+        self.reflections = 0
+        """Calls for proposals and consolidations."""
+        self.integrations = 0
+        """Calls for repairs."""
+
+    def record(self, reflections: int = 0, integrations: int = 0) -> None:
+        """Count calls."""
+        self.reflections += reflections
+        self.integrations += integrations
+
+    @property
+    def total(self) -> int:
+        """Calls of this session."""
+        return self.reflections + self.integrations
+
+    @property
+    def used_shares(self) -> dict[str, float]:
+        """What bounds the run beside time and metric calls -> the share that is used, earlier sessions included."""
+        store, shares = self._run.store, dict[str, float]()
+        if self._limit is not None:
+            shares[f"max_reflection_calls={self._limit}"] = (self.total + store.requests_before) / self._limit
+        if self._max_cost is not None:
+            cost = self._run.dollars + store.dollars_before
+            shares[f"max_cost={self._max_cost:g} dollars"] = cost / self._max_cost
+        return shares
+
+    @property
+    def used_share(self) -> float:
+        """The largest of them; 0 without a limit."""
+        return max(self.used_shares.values(), default=0.0)
+
+    @property
+    def are_spent(self) -> bool:
+        """Whether no further call is to be begun."""
+        return self.used_share >= 1
 
 
 class Spending:
@@ -68,7 +111,7 @@ class Spending:
         """The most that a step costs whose child stands for itself."""
         return 2 * self._minibatch_alone + len(self._pool.loader)
 
-    def may_open(self) -> str | None:
+    def why_none_opens(self) -> str | None:
         """Why no further step may start; None while one may, or the last head is to be validated."""
         if self._ending.is_perfect:
             is_due = self._ending.pending is not None and not self._ending.obstacle
