@@ -83,7 +83,7 @@ class ValidationTime:
         return max(median, per_call * self._examples / max(1, slots))
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until ``max_seconds``; infinity without such a limit."""
         run = self._run
         return math.inf if run.max_seconds is None else run.clock.began + run.max_seconds - run.clock()
@@ -92,7 +92,7 @@ class ValidationTime:
     def is_ending(self) -> bool:
         """Whether the time that is left is just what a last head's validation takes."""
         most = self._run.max_seconds
-        return most is not None and self.left <= min(LAST_MARGIN * self.expected, LAST_SHARE * most)
+        return most is not None and self.seconds_left <= min(LAST_MARGIN * self.expected, LAST_SHARE * most)
 
     def _slot_seconds(self) -> float:
         """Total seconds during which rollouts have held a slot."""
