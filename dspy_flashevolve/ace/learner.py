@@ -274,10 +274,12 @@ class Learner:
             f"{len(bullets)} bullets: {harmful} have harmed at least as often as they helped, {unused} did neither."
         )
 
-    async def validate(self, step: Step, playbook: Playbook, pays: Reservation) -> list[float]:
+    async def validate(self, step: Step, playbook: Playbook, reservation: Reservation) -> list[float]:
         """Return the scores of the program with a playbook on the validation set, paid by a reservation."""
         candidate = self.candidate(playbook.render())
-        rollouts = await self._run.evaluate("evaluate", step, self._plain, candidate, self._valset, reservation=pays)
+        rollouts = await self._run.evaluate(
+            "evaluate", step, self._plain, candidate, self._valset, reservation=reservation
+        )
         return [rollout.score for rollout in rollouts]
 
     async def _ask(

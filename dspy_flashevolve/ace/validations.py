@@ -48,10 +48,10 @@ class Validations:
         self._seconds, self._write_playbook = seconds, write_playbook
         self._examples = range(len(valset))
         self._step = Step(BEFORE_STEPS, random.Random(settings.seed), Reservation(run.budget, 0))
-        calls, left = 2 * len(valset), run.budget.left
+        calls, calls_left = 2 * len(valset), run.budget.left
         self._set_aside = Reservation(run.budget, 0)
         # A run that goes on may have less: what was in flight at the crash counts as spent.
-        self._set_aside.extend(calls if left is None else min(calls, left))
+        self._set_aside.extend(calls if calls_left is None else min(calls, calls_left))
         self._first = writer.playbook
         self._waiting: Playbook | None = None
         self._validating: Playbook | None = None
@@ -102,7 +102,7 @@ class Validations:
 
     def _needs_score(self, playbook: Playbook) -> bool:
         """Return whether a playbook has no score; what a rollback made has the texts of one that has."""
-        scored = {known.version for known in list(self.scored)}  # other threads ask for statistics meanwhile
+        scored = {other.version for other in list(self.scored)}  # other threads ask for statistics meanwhile
         return playbook.version not in scored | {self._writer.rolled_back_version}
 
     def _unpaid(self, playbook: Playbook) -> int:

@@ -154,8 +154,8 @@ def handling_signals(hear: Callable[[str], bool]) -> Generator[None, None, None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    wanted = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    taken = [number for number, usual in wanted.items() if signal.getsignal(number) == usual]
+    default_handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    taken = [number for number, usual in default_handlers.items() if signal.getsignal(number) == usual]
 
     def handler(number: int, frame: Any) -> None:
         if not hear(REASONS[signal.Signals(number).name]):
@@ -164,7 +164,7 @@ def handling_signals(hear: Callable[[str], bool]) -> Generator[None, None, None]
     def put_back() -> None:
         for number in taken:
             if signal.getsignal(number) is handler:  # the caller may have set one of their own by now
-                signal.signal(number, wanted[number])
+                signal.signal(number, default_handlers[number])
 
     try:
         for number in taken:

@@ -52,14 +52,14 @@ class Redaction:
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         self._texts = {secret for secret in secrets if len(secret) >= SHORTEST and any(map(str.isdigit, secret))}
-        self._known: re.Pattern[str] | None = None
+        self._pattern: re.Pattern[str] | None = None
         self.add(())
 
     def add(self, held: Iterable[str]) -> None:
         """Take note of what LMs hold, which is secret; see :func:`secrets_held_by`."""
         self._texts |= {text for text in held if len(text) >= SHORTEST_HELD and text.lower() not in NO_SECRETS}
-        known = sorted({form for text in self._texts for form in _spellings(text)}, key=len, reverse=True)
-        self._known = re.compile("|".join(map(re.escape, known))) if known else None
+        spellings = sorted({form for text in self._texts for form in _spellings(text)}, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
     def redact(self, value: Any) -> Any:
         """A text without its secrets; anything else as it is."""
@@ -67,10 +67,10 @@ class Redaction:
 
     def redact_known(self, value: Any) -> Any:
         """A text, or texts in lists and dicts at any depth, without the secrets that it was told."""
-        if self._known is None:
+        if self._pattern is None:
             return value
         if isinstance(value, str):
-            return self._known.sub(REDACTED, value)
+            return self._pattern.sub(REDACTED, value)
         if type(value) in (list, tuple):
             return type(value)(map(self.redact_known, value))
         if type(value) is dict:
@@ -147,9 +147,9 @@ def _listed(value: object) -> bool:
 
 def _in_address(address: str) -> set[str]:
     parts = urlsplit(address)
-    given = {parts.username or "", parts.password or "", *(value for _, value in parse_qsl(parts.query))}
-    given |= {segment for segment in parts.path.split("/") if len(segment) >= LONG_SEGMENT}
-    return {form for text in given if text for form in (text, unquote(text))}
+    secrets = {parts.username or "", parts.password or "", *(value for _, value in parse_qsl(parts.query))}
+    secrets |= {segment for segment in parts.path.split("/") if len(segment) >= LONG_SEGMENT}
+    return {form for text in secrets if text for form in (text, unquote(text))}
 
 
 def without_secrets(address: str) -> str:

@@ -136,8 +136,8 @@ class Spending:
     @property
     def _pays_alone(self) -> bool:
         """Whether what is left pays a step with a validation of its own, where its child may need one."""
-        left = self._run.budget.left
-        return bool(self._ending.joins) or left is None or left >= self.calls_alone
+        calls_left = self._run.budget.left
+        return bool(self._ending.joins) or calls_left is None or calls_left >= self.calls_alone
 
     @property
     def pays_beyond_validation(self) -> bool:
@@ -145,19 +145,19 @@ class Spending:
 
         Where it does not, steps are the better use of what is left: the last head has what they find, too.
         """
-        left, validation = self._run.budget.left, len(self._pool.loader)
-        return left is None or left + self._set_aside.open >= 2 * validation + self.calls_per_task
+        calls_left, validation = self._run.budget.left, len(self._pool.loader)
+        return calls_left is None or calls_left + self._set_aside.open >= 2 * validation + self.calls_per_task
 
     # Setting aside, and handing back. On the loop.
 
     def reserve(self) -> Reservation | None:
         """Set a step's calls aside, and beside them a validation for the last head where changes come together."""
         if not self._ending.is_perfect:
-            pays = self._reserve_search() if self._spent_up() is None else None
-            if pays is not None:
+            reservation = self._reserve_search() if self._spent_up() is None else None
+            if reservation is not None:
                 self._ending.resume_search()
-            if pays is not None or self._run.live:
-                return pays
+            if reservation is not None or self._run.live:
+                return reservation
             if self._ending.begin_last():
                 return self._run.budget.reserve(0)
         return self._reserve_rewriting() if self._ending.only_rewrites else None
@@ -171,14 +171,14 @@ class Spending:
 
     def _reserve_search(self) -> Reservation | None:
         """Set aside what a step that searches costs at most."""
-        aside, budget, pays = self._set_aside, self._run.budget, None
+        aside, budget, reservation = self._set_aside, self._run.budget, None
         for_the_end = self._ending.calls_aside
         if not for_the_end or any(aside.extend(max(0, calls - aside.open)) for calls in for_the_end):
-            pays = budget.reserve(self.calls_per_task) if self._pays_alone else None
-        if pays is None and not self._run.live and aside.open and self._ending.pending is None:
+            reservation = budget.reserve(self.calls_per_task) if self._pays_alone else None
+        if reservation is None and not self._run.live and aside.open and self._ending.pending is None:
             aside.refund()  # nothing was found that is worth a last validation: its calls pay further steps
-            pays = budget.reserve(self.calls_per_task) if self._pays_alone else None
-        return pays
+            reservation = budget.reserve(self.calls_per_task) if self._pays_alone else None
+        return reservation
 
     async def release(self) -> None:
         """Hand back what is kept for the last head where children stand for themselves, and no head is to come; and

@@ -129,11 +129,11 @@ class Evidence:
         """Estimate the effects of patches with these numbers; ``scale`` is the range of scores."""
         with self._lock:
             table = np.array(self._rows)
-            examples, known = len(self._examples), list(self._compositions)
+            examples, compositions = len(self._examples), list(self._compositions)
         rows, columns = table[:, 0].astype(np.intp), table[:, 1].astype(np.intp)
         scores = np.clip(table[:, 2], -SCORE_BOUND * scale, SCORE_BOUND * scale)
-        compositions = len(known)
-        design = np.array([[number in composition for number in patches] for composition in known], dtype=float)
+        count = len(compositions)
+        design = np.array([[number in composition for number in patches] for composition in compositions], dtype=float)
         of_example = np.bincount(rows, minlength=examples).astype(float)
         totals = np.bincount(rows, scores, minlength=examples).astype(np.float64)
         noise = _noise(rows, scores, of_example, totals, scale)
@@ -141,9 +141,9 @@ class Evidence:
         weight = 1 / (of_example + (noise / (EXAMPLE_SD * scale)) ** 2)
         order, first = np.argsort(rows, kind="stable"), np.searchsorted(np.sort(rows), np.arange(examples))
         per_example = np.add.reduceat(design[columns[order]], first)
-        information = (design.T * np.bincount(columns, minlength=compositions)) @ design
+        information = (design.T * np.bincount(columns, minlength=count)) @ design
         information -= (per_example.T * weight) @ per_example
-        pull = design.T @ np.bincount(columns, scores, minlength=compositions) - per_example.T @ (weight * totals)
+        pull = design.T @ np.bincount(columns, scores, minlength=count) - per_example.T @ (weight * totals)
         cross, own = per_example.T @ (1 - weight * of_example), of_example * (1 - weight * of_example)
         mean_of_all = max(float(own.sum()), 1e-12)
         information -= np.outer(cross, cross) / mean_of_all
@@ -170,10 +170,10 @@ def posterior(information: Array, pull: Array, noise: float) -> Effects:
     """
     size = len(pull)
     values, vectors = np.linalg.eigh(information)
-    known = values > 1e-6 * max(noise**-2, float(values.max(initial=0.0)))
-    ones = (vectors.T @ np.ones(size))[known]
-    variance = 1 / values[known]
-    estimate = (vectors.T @ pull)[known] * variance
+    mask = values > 1e-6 * max(noise**-2, float(values.max(initial=0.0)))
+    ones = (vectors.T @ np.ones(size))[mask]
+    variance = 1 / values[mask]
+    estimate = (vectors.T @ pull)[mask] * variance
     first, unit = PRIOR_MEAN * noise, PRIOR_SD * noise
     strength = PRIOR_WEIGHT / unit**2
     best, spread, mean = -math.inf, unit, first
@@ -383,7 +383,7 @@ class Credit:
         for number in composition:
             patch = self._patches.by_number[number]
             steps.setdefault(patch.component, set()).add(patch.step)
-        return [name for name, made in steps.items() if len(made) > 1]
+        return [name for name, origins in steps.items() if len(origins) > 1]
 
     def _helpful(self) -> list[int]:
         """The patches that are expected to help, the best first."""

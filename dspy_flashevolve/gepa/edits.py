@@ -103,9 +103,9 @@ class EditedText(str):
 
     def __new__(cls, text: str, edits: Iterable[Edit] = ()) -> EditedText:
         """Make a text with the edits that are known of it."""
-        made = super().__new__(cls, text)
-        made.edits = tuple(edits)
-        return made
+        edited = super().__new__(cls, text)
+        edited.edits = tuple(edits)
+        return edited
 
     @classmethod
     def of(cls, instruction: str, edits: Iterable[Edit | Mapping[str, Any]]) -> EditedText:
@@ -189,8 +189,8 @@ def is_too_long(
     >>> is_too_long({"self": "Answer."}, 7), is_too_long({"self": "Answer."}, 6), is_too_long({"self": "Answer."}, None)
     (False, True, False)
     """
-    made = [text.strip() for name, text in texts.items() if text != base.get(name)]
-    if most_each is not None and any(len(text) > most_each for text in made):
+    changed = [text.strip() for name, text in texts.items() if text != base.get(name)]
+    if most_each is not None and any(len(text) > most_each for text in changed):
         return True
     return most_characters is not None and sum(map(len, texts.values())) > most_characters
 
@@ -452,8 +452,8 @@ class Patches:
         pieces: list[str] = []
         last = own_last = 0
         interrupted = True
-        for left, right in pairwise([START, *keys]):
-            part = self._part(component, right)
+        for previous, key in pairwise([START, *keys]):
+            part = self._part(component, key)
             text, number = part.text, NUMBER.match(part.text)
             if number:
                 own = int(number[2])
@@ -463,23 +463,23 @@ class Patches:
                 text = f"{number[1]}{last}{text[number.end() :]}"
             elif not is_item(part) and not text.startswith((" ", "\t", "```", "|")):
                 interrupted = True
-            pieces += "" if left == START else self._space(component, left, right), text
+            pieces += "" if previous == START else self._space(component, previous, key), text
         return "".join(pieces)
 
-    def _space(self, component: str, left: Key, right: Key) -> str:
+    def _space(self, component: str, previous: Key, key: Key) -> str:
         """The space between two parts: as in their text or, where they come from different places, no blank line
         between the items of a list, one before a section, else the larger of what stood beside them."""
-        before, after = self._part(component, left), self._part(component, right)
-        home = Key(right.patch, right.place - 1) if right.place else START
-        if home == START and after.before and right.patch != BASE:
-            home = self.by_number[right.patch].after  # a further line of an edit
-        if home == left:
+        before, after = self._part(component, previous), self._part(component, key)
+        home = Key(key.patch, key.place - 1) if key.place else START
+        if home == START and after.before and key.patch != BASE:
+            home = self.by_number[key.patch].after  # a further line of an edit
+        if home == previous:
             return after.before
         is_in_list = home != START and is_item(self._part(component, home))
         if is_item(before) and is_item(after) and not is_in_list:
             return "\n"
         is_prose = not any(is_item(part) or level_of(part) < 8 or "\n" in part.text for part in (before, after))
-        least = "\n\n" if level_of(after) < 8 and right.patch != BASE else "" if is_prose else "\n"
+        least = "\n\n" if level_of(after) < 8 and key.patch != BASE else "" if is_prose else "\n"
         spaces = (before.after, after.before, least)
         return max(spaces, key=lambda space: (space.count("\n"), len(space))) or "\n"
 

@@ -83,7 +83,7 @@ class ValidationTime:
         return max(median, per_call * self._examples / max(1, slots))
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until ``max_seconds``; infinity without such a limit."""
         run = self._run
         return math.inf if run.max_seconds is None else run.clock.began + run.max_seconds - run.clock()
@@ -93,12 +93,12 @@ class ValidationTime:
         """Whether the time that is left is just what a last head's validation takes, and writing it anew before."""
         most, rewriting = self._run.max_seconds, self._rewriting()
         needed = self.expected if rewriting is None else 2 * self.expected + rewriting
-        return most is not None and self.left <= min(LAST_MARGIN * needed, LAST_SHARE * most)
+        return most is not None and self.seconds_left <= min(LAST_MARGIN * needed, LAST_SHARE * most)
 
     @property
     def pays_rewriting(self) -> bool:
         """Whether the last text may be written anew and validated before ``max_seconds``."""
-        return self.left >= self.expected + (self._rewriting() or 0.0)
+        return self.seconds_left >= self.expected + (self._rewriting() or 0.0)
 
     def _slot_seconds(self) -> float:
         """Total seconds during which rollouts have held a slot."""

@@ -125,8 +125,8 @@ class Evaluations:
             )
         if problem and not self._has_warned:
             self._has_warned = True
-            given = f"A rollout scored {score:g}, outside of {lowest:g} to perfect_score={perfect:g}."
-            logger.warning("%s %s", given, problem)
+            finding = f"A rollout scored {score:g}, outside of {lowest:g} to perfect_score={perfect:g}."
+            logger.warning("%s %s", finding, problem)
         if score > self.highest:
             self.highest = math.inf
 
@@ -216,10 +216,10 @@ class Evaluations:
         run, program = self._run, self._program
         name = run.store.record_candidate(candidate)
         keeps_trace = split != "val" or self.train_split == "val"
-        scope, left, decided = anyio.CancelScope(), len(ids), False
+        scope, rollouts_left, decided = anyio.CancelScope(), len(ids), False
 
         async def evaluate_one(index: int, granted: OnGranted) -> Rollout:
-            nonlocal left, decided
+            nonlocal rollouts_left, decided
 
             async def call() -> Rollout:
                 if decided:
@@ -238,8 +238,8 @@ class Evaluations:
             self.record_score(rollout.score)
             if not run.requests.is_unanswered(key):
                 self._search.observe(Observation(candidate, name, split, id_text(ids[index]), rollout.score))
-            left -= 1
-            if watch is not None and not watch(index, rollout) and left:
+            rollouts_left -= 1
+            if watch is not None and not watch(index, rollout) and rollouts_left:
                 decided = True
                 if program.interruptible:
                     scope.cancel()
@@ -256,22 +256,22 @@ class Evaluations:
         narrow = getattr(self._pool.parts.val_evaluation_policy, "get_seed_eval_batch", None)
         return list(self._pool.loader.all_ids() if narrow is None else narrow(self._pool.loader))
 
-    async def seed(self, pays: Reservation | None) -> None:
+    async def seed(self, reservation: Reservation | None) -> None:
         """Validate the seed before every other candidate, and confirm it.
 
         Args:
-            pays: was set aside before any step; None where it did not fit.
+            reservation: was set aside before any step; None where it did not fit.
 
         Raises:
             RunAbortedError: there is no room in the budget, or the provider gave no answer.
         """
         pool, ids = self._pool, self.seed_examples()
-        if pays is None:
+        if reservation is None:
             raise RunAbortedError(
                 f"The budget of {self._run.budget.limit} metric calls cannot hold the seed's validation of {len(ids)} "
                 "examples."
             )
-        seed, step = pool.seed_candidate, Step(BEFORE_STEPS, step_rng(BEFORE_STEPS, self._settings.seed), pays)
+        seed, step = pool.seed_candidate, Step(BEFORE_STEPS, step_rng(BEFORE_STEPS, self._settings.seed), reservation)
         step.record_version(0, math.inf)  # everything waits for it
         self._program.mistakes.watch_rollouts(len(ids))
         self._program.mistakes.watch_steps()
@@ -282,7 +282,7 @@ class Evaluations:
         except RolloutUnresolvedError as error:
             raise RunAbortedError(f"The seed program could not be validated: {error}") from error
         finally:
-            pays.refund()
+            reservation.refund()
         await pool.write(pool.confirm_seed, evaluation_of(rollouts))
         self._search.record_validation({i: rollout.score for i, rollout in rollouts.items()})
 
@@ -356,8 +356,8 @@ class Evaluations:
         ids = [i for i in plan.missing if i not in begun]
         key: int | None = None
 
-        async def part(stage: str, wanted: list[Any]) -> dict[Any, Rollout]:
-            return await self.validation(stage, step, plan.candidate, wanted)
+        async def part(stage: str, part_ids: list[Any]) -> dict[Any, Rollout]:
+            return await self.validation(stage, step, plan.candidate, part_ids)
 
         async def release(rollouts: dict[Any, Rollout]) -> None:
             nonlocal key
@@ -396,11 +396,11 @@ class Evaluations:
                 [fresh.scores_by_val_id[i] for i in plan.missing],
                 None if objectives is None else [objectives[i] for i in plan.missing],
             )
-        known = {i: entry.objective_scores for i, entry in plan.cached.items() if entry.objective_scores is not None}
+        cached = {i: entry.objective_scores for i, entry in plan.cached.items() if entry.objective_scores is not None}
         return ValsetEvaluation(
             outputs_by_val_id={**{i: e.output for i, e in plan.cached.items()}, **fresh.outputs_by_val_id},
             scores_by_val_id={**{i: e.score for i, e in plan.cached.items()}, **fresh.scores_by_val_id},
-            objective_scores_by_val_id={**known, **(objectives or {})} or None,
+            objective_scores_by_val_id={**cached, **(objectives or {})} or None,
         )
 
     def _release(self, child: Screened, plan: ValidationPlan, rollouts: Mapping[Any, Rollout]) -> int | None:

@@ -133,7 +133,7 @@ class Heads(Ending):
         stages = self._run.scheduler.statistics().stages
         requests = sum(stages[name].waiting + stages[name].running for name in ("prefix", "validate") if name in stages)
         validations = 2 + requests / len(self._pool.loader)  # its own, the last head's, and what shares the slots
-        return doubts and self.time.left > validations * self.time.expected
+        return doubts and self.time.seconds_left > validations * self.time.expected
 
     def rewriting_seconds(self) -> float | None:
         """Seconds that writing the last text anew takes, as a reflection on average; None where it has not grown."""
@@ -145,11 +145,11 @@ class Heads(Ending):
     @property
     def obstacle(self) -> str:
         """Why the best text cannot be written anew and validated any more; empty where it can."""
-        left = self._run.budget.left
+        calls_left = self._run.budget.left
         if spent := [limit for limit, share in self._calls.used_shares.items() if share >= 1]:
             return f"{spent[0]} is spent"
-        if left is not None and left < len(self._pool.loader):
-            return f"the {left} metric calls left do not pay its validation"
+        if calls_left is not None and calls_left < len(self._pool.loader):
+            return f"the {calls_left} metric calls left do not pay its validation"
         return f"max_seconds={self._run.max_seconds:g} leave no time for it" if self.time.is_ending else ""
 
     @property
@@ -218,7 +218,7 @@ class Heads(Ending):
         if not (self._consolidates and is_over and self.time.pays_rewriting):
             return as_it_is
         anew = await self._written_anew(step, found.proposal)
-        return as_it_is if anew is None or self.time.left < self.time.expected else [*as_it_is, anew]
+        return as_it_is if anew is None or self.time.seconds_left < self.time.expected else [*as_it_is, anew]
 
     async def _written_anew(self, step: Step, head: Proposal) -> Screened | None:
         """Let the reflection LM write anew the components of a head that have grown.
@@ -259,10 +259,10 @@ class Heads(Ending):
         A person would rather ship the clean text. It has to be the best of the pool then, and the head not better by
         more than :data:`SURELY_BETTER` standard errors of the difference; both were run on the same examples.
         """
-        done = sorted(done, key=lambda made: made.proposal.tag != CONSOLIDATION)  # gepa returns the first of equals
+        done = sorted(done, key=lambda one: one.proposal.tag != CONSOLIDATION)  # gepa returns the first of equals
         if len(done) != 2 or done[0].proposal.tag != CONSOLIDATION or self._settings.frontier_type != "instance":
             return done
-        clean, head = (made.evaluation.scores_by_val_id for made in done)
+        clean, head = (one.evaluation.scores_by_val_id for one in done)
         gains = [score - clean[i] for i, score in head.items() if i in clean]
         best = self._pool.best_score
         if len(gains) < max(len(head), len(clean)) or (best is not None and sum(clean.values()) < best * len(clean)):

@@ -212,7 +212,7 @@ class Iterations:
         old, new = sum(before), sum(after)
         figures = {"subsample_score": old, "new_subsample_score": new, "subsample/before": old, "subsample/after": new}
         self._reports.track(step, **figures)
-        children = {id(made := child.proposal(step, batch)): (child, made) for child, batch in screened}
+        children = {id(proposal := child.proposal(step, batch)): (child, proposal) for child, batch in screened}
         proposals = [proposal for _, proposal in children.values()]
         try:  # gepa's engine chooses, reports what it left, and then evaluates, in one call: it is left there
             with self.acting_for(step):

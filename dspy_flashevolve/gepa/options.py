@@ -114,7 +114,7 @@ def check_options(settings: GepaSettings) -> None:
         ConfigurationError: an unknown or refused key of ``gepa_kwargs``, an unknown strategy, a minibatch size
             under 1, or a combination that gepa does not take.
     """
-    known = set(inspect.signature(optimize).parameters)
+    parameters = set(inspect.signature(optimize).parameters)
     for name, value in settings.gepa_kwargs.items():
         if name not in REFUSED or value is not None:  # None is gepa's own default: nothing was asked for
             if name in ARGUMENTS:
@@ -123,11 +123,11 @@ def check_options(settings: GepaSettings) -> None:
                 )
             if name in REFUSED:
                 raise ConfigurationError(f"gepa_kwargs has {name!r}, which cannot be passed through: {REFUSED[name]}.")
-            if name not in known:
-                allowed = ", ".join(sorted(known - ARGUMENTS.keys() - REFUSED.keys()))
+            if name not in parameters:
+                allowed = ", ".join(sorted(parameters - ARGUMENTS.keys() - REFUSED.keys()))
                 raise ConfigurationError(f"gepa_kwargs has {name!r}, which gepa does not know. It knows: {allowed}.")
-    for name, given in strategies(settings).items():
-        _check_choice(name, given, PROTOCOLS.get(name))
+    for name, choice in strategies(settings).items():
+        _check_choice(name, choice, PROTOCOLS.get(name))
     if settings.frontier_type not in FRONTIERS:
         raise ConfigurationError(
             f"frontier_type is {settings.frontier_type!r}, expected one of {', '.join(FRONTIERS)}."
@@ -147,14 +147,14 @@ def check_options(settings: GepaSettings) -> None:
         )
 
 
-def _check_choice(name: str, given: Any, protocol: type | None) -> None:
+def _check_choice(name: str, choice: Any, protocol: type | None) -> None:
     names = ", ".join(NAMED[name])
-    if isinstance(given, str):
-        if given not in NAMED[name]:
-            raise ConfigurationError(f"{name} is {given!r}, expected one of {names}, or an object.")
-    elif not (callable(given) if protocol is None else isinstance(given, protocol)):
+    if isinstance(choice, str):
+        if choice not in NAMED[name]:
+            raise ConfigurationError(f"{name} is {choice!r}, expected one of {names}, or an object.")
+    elif not (callable(choice) if protocol is None else isinstance(choice, protocol)):
         kind = "a callable" if protocol is None else f"a {protocol.__name__}"
-        raise ConfigurationError(f"{name} is {given!r}, expected one of {names}, or {kind}.")
+        raise ConfigurationError(f"{name} is {choice!r}, expected one of {names}, or {kind}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +210,13 @@ def build_parts(settings: GepaSettings, valset: DataLoader[Any, Any], logger: An
         val_overlap_floor=more.get("merge_val_overlap_floor", 5),
         rng=rng,
     )
-    made = {
+    instances = {
         name: NAMED[name][choice](rng) if isinstance(choice, str) else choice
         for name, choice in strategies(settings).items()
     }
     return Parts(
         rng=rng,
-        **made,
+        **instances,
         batch_sampler=sampler,
         sampling_strategy=more.get("sampling_strategy") or SingleMutationSampling(),
         selection_strategy=more.get("selection_strategy") or AllImprovements(),
@@ -274,8 +274,8 @@ class Stoppers(CompositeStopper):
 
 def stoppers_of(settings: GepaSettings) -> Stoppers:
     """Build the stoppers: the user's, the file ``gepa.stop`` in the run directory, the budget."""
-    given = settings.gepa_kwargs.get("stop_callbacks")
-    stoppers: list[Any] = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    hooks = settings.gepa_kwargs.get("stop_callbacks")
+    stoppers: list[Any] = [] if hooks is None else list(hooks) if isinstance(hooks, list | tuple) else [hooks]
     if settings.log_dir is not None:
         stoppers.append(FileStopper(os.path.join(settings.log_dir, "gepa.stop")))
     if settings.max_metric_calls is not None:
@@ -308,28 +308,28 @@ def strategies_of(
         shared_randomness: steps draw from the run's randomness, not from their own.
         text_of: training example's id -> its text.
     """
-    kept: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     sampler, merge = parts.batch_sampler, parts.merge
     if type(sampler) is EpochShuffledBatchSampler:
-        kept["sampler"] = {name: getattr(sampler, name) for name in SAMPLER}
-        kept["sampler"]["shuffled_ids"] = [text_of(example) for example in sampler.shuffled_ids]
+        record["sampler"] = {name: getattr(sampler, name) for name in SAMPLER}
+        record["sampler"]["shuffled_ids"] = [text_of(example) for example in sampler.shuffled_ids]
     if merge is not None:
-        kept["merge"] = {name: getattr(merge, name) for name in (*MERGE, "merges_performed")}
+        record["merge"] = {name: getattr(merge, name) for name in (*MERGE, "merges_performed")}
     if shared_randomness:
-        kept["rng"] = parts.rng.getstate()
-        kept["next_components"] = state.named_predictor_id_to_update_next_for_program_candidate
+        record["rng"] = parts.rng.getstate()
+        record["next_components"] = state.named_predictor_id_to_update_next_for_program_candidate
         if isinstance(getattr(adapter, "rng", None), random.Random):
-            kept["adapter_rng"] = adapter.rng.getstate()
-    return kept
+            record["adapter_rng"] = adapter.rng.getstate()
+    return record
 
 
 def restore_strategies(
-    kept: dict[str, Any], parts: Parts, adapter: Any, state: GEPAState[Any, Any], ids: dict[str, Any]
+    record: dict[str, Any], parts: Parts, adapter: Any, state: GEPAState[Any, Any], ids: dict[str, Any]
 ) -> None:
     """Put the strategies back where :func:`strategies_of` found them; ``ids``: text of a training example's id -> the
     id."""
     sampler, merge = parts.batch_sampler, parts.merge
-    if type(sampler) is EpochShuffledBatchSampler and (there := kept.get("sampler")):
+    if type(sampler) is EpochShuffledBatchSampler and (there := record.get("sampler")):
         names: list[str] = there["shuffled_ids"]
         # An epoch that was laid out for another size of minibatches does not go on: a new one begins.
         is_laid_out = names and len(names) % sampler.minibatch_size == 0
@@ -338,17 +338,17 @@ def restore_strategies(
                 setattr(sampler, name, there[name])
             sampler.shuffled_ids = [ids[name] for name in names]
             sampler.id_freqs = Counter(sampler.shuffled_ids)
-    if merge is not None and (there := kept.get("merge")):
+    if merge is not None and (there := record.get("merge")):
         for name in MERGE:
             setattr(merge, name, there[name])
         first, second = there["merges_performed"]
         merge.merges_performed = ([_tuples(pair) for pair in first], [_tuples(pair) for pair in second])
-    if "rng" in kept:
-        turns: list[int] = kept["next_components"]
+    if "rng" in record:
+        turns: list[int] = record["next_components"]
         state.named_predictor_id_to_update_next_for_program_candidate[: len(turns)] = turns
-        parts.rng.setstate(_tuples(kept["rng"]))
-    if "adapter_rng" in kept:
-        adapter.rng.setstate(_tuples(kept["adapter_rng"]))
+        parts.rng.setstate(_tuples(record["rng"]))
+    if "adapter_rng" in record:
+        adapter.rng.setstate(_tuples(record["adapter_rng"]))
 
 
 def _tuples(value: Any) -> Any:

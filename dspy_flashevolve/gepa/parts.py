@@ -152,17 +152,17 @@ def said_once(parts: Sequence[Part], said: Iterable[str], fixed: Collection[int]
     >>> [parts[at].text for at in said_once(parts, ["use k7 for rust"])]
     ['## Form', '- Answer briefly.']
     """
-    levels, left, known = [*map(level_of, parts), 0], list[int](), set(said) - {""}
+    levels, unsaid, wordings = [*map(level_of, parts), 0], list[int](), set(said) - {""}
     for at, part in enumerate(parts):
         is_value = levels[at - 1] == 8 and not is_item(part)  # "Output:" and its value belong to one example
-        if at in fixed or is_value or wording_of(part) not in known:
-            left.append(at)
-        known |= {wording_of(part)} - {""}
-    kept = [len(parts)]
-    for at in reversed(left):
-        if at in fixed or levels[at] >= levels[at + 1] or levels[at] < levels[kept[-1]]:
-            kept.append(at)
-    return kept[:0:-1]
+        if at in fixed or is_value or wording_of(part) not in wordings:
+            unsaid.append(at)
+        wordings |= {wording_of(part)} - {""}
+    positions = [len(parts)]
+    for at in reversed(unsaid):
+        if at in fixed or levels[at] >= levels[at + 1] or levels[at] < levels[positions[-1]]:
+            positions.append(at)
+    return positions[:0:-1]
 
 
 def title_of(part: Part) -> str:

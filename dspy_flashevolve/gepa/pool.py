@@ -294,8 +294,8 @@ class RunFiles:
                     for example, outputs in best.items()
                 }
             if (cache := state.evaluation_cache) is not None:
-                known: Mapping[Any, Any] = cache._cache  # pyright: ignore[reportPrivateUsage]
-                entries = {key: replace(entry, output=written(entry.output)) for key, entry in known.items()}
+                cached: Mapping[Any, Any] = cache._cache  # pyright: ignore[reportPrivateUsage]
+                entries = {key: replace(entry, output=written(entry.output)) for key, entry in cached.items()}
                 held["evaluation_cache"] = EvaluationCache(entries)
             content = self._dumps(held)
         write_private(self._directory / CHECKPOINT, content)

@@ -214,10 +214,10 @@ class _ProposalRecord:
         return json.dumps({"texts": answer.texts, "feedback": self.feedback, "edits": edits})
 
     def read(self, text: str) -> Reflection:
-        kept = json.loads(text)
-        self.feedback = tuple(kept["feedback"])
-        texts: dict[str, str] = kept["texts"]
-        for name, edits in kept["edits"].items():
+        record = json.loads(text)
+        self.feedback = tuple(record["feedback"])
+        texts: dict[str, str] = record["texts"]
+        for name, edits in record["edits"].items():
             texts[name] = EditedText(texts[name], [Edit(**edit) for edit in edits])
         return Reflection(texts, 0)
 

@@ -285,8 +285,8 @@ class Published(Search):
             await release(rollouts)
             return rollouts
 
-        known, others = await gather([prefix, lambda: part("validate", rest)])
-        return known | others
+        of_prefix, of_rest = await gather([prefix, lambda: part("validate", rest)])
+        return of_prefix | of_rest
 
     def watchers(self, run: EvolutionRun) -> list[Work]:
         """Bound the stages that have workers, each to its most; return what moves slots between stages."""

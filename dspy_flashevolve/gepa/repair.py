@@ -88,14 +88,14 @@ class Repairs:
 
         base, version, commits = await pool.write(read_pool)
         outcomes = await gather([partial(self._repaired, step, child, base, version, commits) for child in children])
-        kept = [outcome for outcome in outcomes if isinstance(outcome, Child)]
-        if not kept:
+        survivors = [outcome for outcome in outcomes if isinstance(outcome, Child)]
+        if not survivors:
             self.dropped += 1
             reasons = dict.fromkeys(outcome.reason for outcome in outcomes if isinstance(outcome, Discard))
             raise StepEnded(EndKind.DISCARDED, f"stale: {'; '.join(reasons)}")
-        if all(child.patched for child in kept):
+        if all(child.patched for child in survivors):
             step.record_version(version)  # they have read what was committed until then
-        return kept
+        return survivors
 
     async def _repaired(
         self, step: Step, child: Child, base: Base, version: int, commits: list[PastCommit]

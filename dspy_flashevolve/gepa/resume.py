@@ -115,28 +115,28 @@ def selection_of(store: Store, work: Selected | Crossover) -> Any:
 def selected_again(store: Store, pool: Pool, selection: Any) -> Selected | Crossover:
     """Read what an interrupted step had selected."""
     if isinstance(selection, dict):
-        kept: Mapping[str, Any] = selection
-        first, second = kept["parents"]
-        scores, ids = kept["parent_scores"], ids_of(pool.loader)
+        record: Mapping[str, Any] = selection
+        first, second = record["parents"]
+        scores, ids = record["parent_scores"], ids_of(pool.loader)
         return Crossover(
-            dict(store.texts[kept["candidate"]]),
+            dict(store.texts[record["candidate"]]),
             (first, second),
-            kept["ancestor"],
-            tuple(ids[text] for text in kept["ids"]),
+            record["ancestor"],
+            tuple(ids[text] for text in record["ids"]),
             (tuple(scores[0]), tuple(scores[1])),
         )
     ids = ids_of(pool.trainset)
     tasks: list[ProposalTask[Any, Any]] = []
     bases: list[int | None] = []
-    for kept in selection:
-        candidate = store.texts[kept["candidate"]]
-        mine = [ids[text] for text in kept["ids"]]
-        parent = kept["parent"]
+    for record in selection:
+        candidate = store.texts[record["candidate"]]
+        mine = [ids[text] for text in record["ids"]]
+        parent = record["parent"]
         if candidate in pool.state.program_candidates:  # a head that was validated since
             parent = pool.state.program_candidates.index(candidate)
         waiting = [entry.key for entry in pool.speculative.entries if entry.candidate == candidate]
         tasks.append(ProposalTask(parent, dict(candidate), mine, list(pool.trainset.fetch(mine))))
-        bases.append(waiting[-1] if kept["base"] is not None and waiting else None)
+        bases.append(waiting[-1] if record["base"] is not None and waiting else None)
     return Selected(tuple(tasks), tuple(bases))
 
 
@@ -167,9 +167,9 @@ def take_up(store: Store, pool: Pool, seeded: bool) -> None:
             f"{store.path.with_name(CHECKPOINT)} is missing, but the journal beside it knows of candidates "
             "that were in it. Put it back, or give another log_dir."
         )
-    kept = store.get_state("gepa strategies")
-    if kept is not None:
-        restore_strategies(kept, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
+    record = store.get_state("gepa strategies")
+    if record is not None:
+        restore_strategies(record, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
     if seeded:
         _reconcile(store, pool)
         grown, committed = store.get_state("grown") or {}, len(pool.state.program_candidates)
@@ -183,7 +183,7 @@ def _reconcile(store: Store, pool: Pool) -> None:
     Commits that gepa's checkpoint had not got yet are made again; those that another program made are written down.
     """
     rows, state = store.rows, pool.state
-    known = int(rows("SELECT COALESCE(MAX(candidate_index), 0) AS last FROM commits")[0]["last"])
+    last_index = int(rows("SELECT COALESCE(MAX(candidate_index), 0) AS last FROM commits")[0]["last"])
     have = len(state.program_candidates) - 1
     for row in rows("SELECT candidate_index, candidate FROM commits WHERE candidate_index <= ?", (have,)):
         texts = store.texts[row["candidate"]]
@@ -199,7 +199,7 @@ def _reconcile(store: Store, pool: Pool) -> None:
             state.parent_program_for_candidate[index],
             ValsetEvaluation[Any, Any]({}, dict(state.prog_candidate_val_subscores[index]), None),
         )
-        for index in range(known + 1, have + 1)
+        for index in range(last_index + 1, have + 1)
     ]
     if elsewhere and not store.is_new:
         logger.warning(
@@ -209,7 +209,7 @@ def _reconcile(store: Store, pool: Pool) -> None:
             store.directory, len(elsewhere),
         )  # fmt: skip
     if elsewhere:
-        write_commits(store, None, known + 1, known, elsewhere)
+        write_commits(store, None, last_index + 1, last_index, elsewhere)
     ids = ids_of(pool.loader)
     for row in rows("SELECT * FROM commits WHERE candidate_index > ? ORDER BY candidate_index", (have,)):
         _commit_again(store, pool, row, ids)
@@ -222,8 +222,8 @@ def _reconcile(store: Store, pool: Pool) -> None:
 
 def _commit_again(store: Store, pool: Pool, row: Any, ids: Mapping[str, Any]) -> None:
     scores = {ids[text]: score for text, score in json.loads(row["scores"]).items()}
-    kept = None if row["more"] is None else json.loads(row["more"])
-    objectives = None if kept is None else {ids[text]: scores for text, scores in kept.items()}
+    by_text = None if row["more"] is None else json.loads(row["more"])
+    objectives = None if by_text is None else {ids[text]: scores for text, scores in by_text.items()}
     outputs: dict[Any, Any] = {}
     for example in scores:
         rollouts = store.rows(

@@ -127,8 +127,8 @@ class Selection:
         once, out = list(dict.fromkeys(task.minibatch_ids)), self._unanswerable(task.parent_candidate)
         ids = [example for example in once if example not in out]
         if len(ids) < len(once):
-            left = [example for example in self._pool.trainset.all_ids() if example not in out and example not in ids]
-            ids = ids + self._pool.parts.rng.sample(left, min(len(once) - len(ids), len(left))) or once
+            others = [example for example in self._pool.trainset.all_ids() if example not in out and example not in ids]
+            ids = ids + self._pool.parts.rng.sample(others, min(len(once) - len(ids), len(others))) or once
         if ids == list(task.minibatch_ids):
             return task
         return replace(task, minibatch_ids=ids, minibatch=self._pool.trainset.fetch(ids))

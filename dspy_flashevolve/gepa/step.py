@@ -364,8 +364,8 @@ class GepaLoop:
         except NoLongerWantedError:
             assert gate is not None
             assert whole is not None
-            known = replace(child, parent=replace(parent, evaluation=whole))
-            await self._pool.write(self._iterations.give_up, step, known.proposal(step), gate.seen, len(ids))
+            rejected = replace(child, parent=replace(parent, evaluation=whole))
+            await self._pool.write(self._iterations.give_up, step, rejected.proposal(step), gate.seen, len(ids))
             return None
         return replace(child, parent=replace(parent, evaluation=full)), batch
 
@@ -468,9 +468,9 @@ class GepaLoop:
 
     # The seed, and how steps end.
 
-    async def _seed(self, pays: Reservation | None) -> None:
+    async def _seed(self, reservation: Reservation | None) -> None:
         began = self._run.clock()
-        await self._evaluations.seed(pays)
+        await self._evaluations.seed(reservation)
         self._ending.time.record(self._run.clock() - began)
         await self._pool.write(self._pool.count_calls)
         if await self._pool.write(self._pool.should_stop):

@@ -326,18 +326,18 @@ def sources_in(reply: str, drafts: Mapping[str, str] | None = None) -> list[str]
     >>> sources_in("First\\n```python\\nx = 1\\n```\\ndraft: b\\n", {"drafts/b.py": "y = 2"})
     ['x = 1\\n', 'y = 2']
     """
-    read, known = reply[:MOST_REPLY_CHARACTERS], drafts or {}
+    read, by_path = reply[:MOST_REPLY_CHARACTERS], drafts or {}
     sources: list[str] = []
     unknown: list[str] = []
     for language, text in _parts_of(read):
         if language is None:
             for name in _drafts_named_in(text):
-                source = known.get(draft_path(name))
+                source = by_path.get(draft_path(name))
                 unknown.append(name) if source is None else sources.append(source)
         elif _PYTHON.fullmatch(language):
             sources.append(text)
     if unknown and not sources:
-        raise DraftError(unknown_draft(unknown[0], known))
+        raise DraftError(unknown_draft(unknown[0], by_path))
     return list(dict.fromkeys(sources)) or ([read] if read.strip() else [])
 
 

@@ -148,8 +148,8 @@ class _Service:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def sandbox(self, limits: Limits, accepted: tuple[str, ...]) -> Sandbox:
-        made = Sandbox(limits, accept_missing_protection=accepted)
-        return self._sandboxes.setdefault((limits, accepted), made)
+        sandbox = Sandbox(limits, accept_missing_protection=accepted)
+        return self._sandboxes.setdefault((limits, accepted), sandbox)
 
     def _close(self) -> None:
         if os.getpid() != self._process_id:  # a forked process has this object, and none of its thread

@@ -100,7 +100,7 @@ class ProposerTools:
         self.aborted: RunAbortedError | None = None
         """What ends the run: raised in the run of a draft, where an agent may have caught it, as `dspy.ReAct` does."""
         self._archive, self._inputs, self._run, self._examples = archive, list(inputs), run, examples
-        self._left, self._is_spent, self._running = max_runs, is_spent, anyio.Lock()
+        self._runs_left, self._is_spent, self._running = max_runs, is_spent, anyio.Lock()
 
     def tools(self) -> list[Callable[..., Awaitable[str]]]:
         """Return the tools as coroutine functions."""
@@ -187,7 +187,7 @@ class ProposerTools:
         except DraftError as error:
             return f"It cannot be run: {error}."
         async with self._running:
-            if self._left < 1:
+            if self._runs_left < 1:
                 return "All runs of this proposal are used up: finish, and submit what you have."
             try:
                 trial = await self._run(draft, number)
@@ -196,8 +196,8 @@ class ProposerTools:
                 raise
             except FlashEvolveError as error:
                 return f"It was not run ({type(error).__name__}), which says nothing about the draft."
-            self._left -= 1
-            return f"{trace_text(trial)[-PAGE_CHARACTERS:]}\n({self._left} runs left)"
+            self._runs_left -= 1
+            return f"{trace_text(trial)[-PAGE_CHARACTERS:]}\n({self._runs_left} runs left)"
 
 
 def _whole_number(value: object) -> int | None:

@@ -196,12 +196,12 @@ def example_scores(history: History, most_rows: int, most_columns: int) -> Examp
     wins = {one.index: sum(value >= best[example] for example, value in one.scores.items()) for one in scored}
     shown = history.best, history.seed
     scored.sort(key=lambda one: (one is not shown[0], one is not shown[1], -wins[one.index], one.index))
-    kept, columns = sorted(scored[:most_rows], key=lambda one: one.index), examples[:most_columns]
+    rows, columns = sorted(scored[:most_rows], key=lambda one: one.index), examples[:most_columns]
     return ExampleScores(
         columns,
-        [(one, [one.scores.get(example) for example in columns], wins[one.index]) for one in kept],
+        [(one, [one.scores.get(example) for example in columns], wins[one.index]) for one in rows],
         [best[example] for example in columns],
-        (len(scored) - len(kept), len(examples) - len(columns)),
+        (len(scored) - len(rows), len(examples) - len(columns)),
     )
 
 

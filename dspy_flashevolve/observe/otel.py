@@ -158,8 +158,8 @@ class _RunSpans:
     def end(self) -> None:
         """End the span of the run."""
         results = {"metric_calls": self.run.budget.spent, "best_score": self.run.recorder.best_score}
-        known = {f"flashevolve.{name}": value for name, value in results.items() if value is not None}
-        self.span.set_attributes(known)
+        attributes = {f"flashevolve.{name}": value for name, value in results.items() if value is not None}
+        self.span.set_attributes(attributes)
         failed = self.run.outcome in ("failed", "aborted")
         self._end(self.span, self.run.clock(), self.run.outcome, self.run.end_reason, failed)
 

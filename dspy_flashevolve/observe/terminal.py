@@ -190,8 +190,8 @@ def candidate_of(history: History, name: str) -> Candidate:
         if name == "best":
             raise ConfigurationError(f"{history.directory}: no candidate has a score yet, so none is the best.")
         numbers = [str(candidate.index) for candidate in history.candidates] or ["none"]
-        known = ", ".join(numbers) if len(numbers) <= MOST_NAMED else f"{numbers[0]} to {numbers[-1]}"
-        raise ConfigurationError(f"{history.directory}: candidate {name!r}, expected best, seed or one of {known}.")
+        names = ", ".join(numbers) if len(numbers) <= MOST_NAMED else f"{numbers[0]} to {numbers[-1]}"
+        raise ConfigurationError(f"{history.directory}: candidate {name!r}, expected best, seed or one of {names}.")
     return candidate
 
 

@@ -113,8 +113,8 @@ def _is_data(value: Any) -> bool:
         return False
     if getattr(getattr_static(value, "__setstate__", None), "__module__", "dataclasses") not in RESTORED:
         return False
-    known = issubclass(value, BaseModel | dspy.Example | Completions | Enum | UUID) or is_dataclass(value)
-    return known or (issubclass(value, tuple) and hasattr(value, "_fields"))
+    has_known_base = issubclass(value, BaseModel | dspy.Example | Completions | Enum | UUID) or is_dataclass(value)
+    return has_known_base or (issubclass(value, tuple) and hasattr(value, "_fields"))
 
 
 def _made(kind: Any, arguments: Any, options: Any = None) -> Any:
@@ -316,14 +316,14 @@ def _reading(path: Path, runs_code: bool = False) -> Generator[dict[str, Any], N
 
 def _check_size(state: Any, most: int) -> None:
     """Count the parts of what was read, those that are shared each time that they are named."""
-    count, left = 0, [state]
-    while left:
-        value = left.pop()
+    count, pending = 0, [state]
+    while pending:
+        value = pending.pop()
         count += 1 + len(value)
         if count > most:
             raise NotDataError("holds more parts than bytes")
         parts: Any = value.values() if isinstance(value, dict) else value
-        left += [part for part in parts if isinstance(part, dict | list | tuple | set)]
+        pending += [part for part in parts if isinstance(part, dict | list | tuple | set)]
 
 
 def read_state(path: Path, runs_code: bool = False) -> GEPAState[Any, Any]:

@@ -15,11 +15,11 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.programs.faults import NoTextError
 
 
-def lm_of(given: Any, name: str) -> Any:
+def lm_of(lm: Any, name: str) -> Any:
     """Make an LM of what a user gives as one: the name of a model, a function from prompt to text, or an LM as it is.
 
     Args:
-        given: a function is called with the whole prompt as one text, or as one message where its argument is called
+        lm: a function is called with the whole prompt as one text, or as one message where its argument is called
             ``messages``, and returns the reply as text, or in a list as dspy's LMs do; it may be a coroutine function.
         name: of the argument, for the error.
 
@@ -29,18 +29,17 @@ def lm_of(given: Any, name: str) -> Any:
     >>> lm_of(lambda prompt: prompt.upper(), "reflection_lm")("yes")
     ['YES']
     """
-    if given is None or isinstance(given, BaseLM) or getattr(given, "supports_decision_requests", False) is True:
-        return given  # dspy's predictors ask nothing else
-    if isinstance(given, str):
-        return dspy.LM(given)
-    if not callable(given) or not (_takes(given, "") or _takes(given, messages=[])):
+    if lm is None or isinstance(lm, BaseLM) or getattr(lm, "supports_decision_requests", False) is True:
+        return lm  # dspy's predictors ask nothing else
+    if isinstance(lm, str):
+        return dspy.LM(lm)
+    if not callable(lm) or not (_takes(lm, "") or _takes(lm, messages=[])):
         raise ConfigurationError(
-            f"{name} is {given!r}, expected a dspy.LM, the name of a model, or a function from prompt to reply, both "
-            "text."
+            f"{name} is {lm!r}, expected a dspy.LM, the name of a model, or a function from prompt to reply, both text."
         )
-    model = f"function/{getattr(given, '__name__', type(given).__name__)}"
+    model = f"function/{getattr(lm, '__name__', type(lm).__name__)}"
     # What the function asks, nobody here knows: no cache.
-    return dspy.LM(model, engine=_InThread(given), async_engine=_OnLoop(given), cache=False)
+    return dspy.LM(model, engine=_InThread(lm), async_engine=_OnLoop(lm), cache=False)
 
 
 def _takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:

@@ -139,7 +139,7 @@ def _paced_class(kind: type[Any]) -> type[Any]:
         inspection = INSPECTION.get()
         if inspection is not None:
             inspection.inspect(entry)
-        if inspection is None or inspection.kept:
+        if inspection is None or inspection.is_recorded:
             kind.update_history(self, entry)
 
     # dspy would retry inside the slot, and tell nobody.

@@ -135,8 +135,8 @@ class FaultyReply(FailedPrediction):
 
 def fault_in(error: AdapterParseError) -> str:
     """What is wrong with a reply of which some fields were read, for a reflection to read."""
-    wanted: Iterable[str] = cast(Any, error.signature).output_fields
-    missing = [name for name in wanted if name not in (error.parsed_result or {})]
+    fields: Iterable[str] = cast(Any, error.signature).output_fields
+    missing = [name for name in fields if name not in (error.parsed_result or {})]
     if missing:
         return f"Your output lacks the field {', '.join(f'`{name}`' for name in missing)}."
     reason = str(error).partition(f"\n\nAdapter {error.adapter_name} failed")[0]

@@ -195,13 +195,13 @@ def _is_called_as_dspy_does(program: Module) -> bool:
     return _defines_first(type(program), {"acall"}, {"__call__"})
 
 
-def _defines_first(kind: type, wanted: set[str], others: set[str]) -> bool:
-    """Whether a class defines one of the wanted names no later in its MRO than the others; BaseLM's count for none."""
+def _defines_first(kind: type, methods: set[str], others: set[str]) -> bool:
+    """Whether a class defines one of ``methods`` no later in its MRO than the others; BaseLM's count for none."""
     for base in kind.__mro__:
         names = vars(base).keys()
-        if base is BaseLM or (names & others and not names & wanted):
+        if base is BaseLM or (names & others and not names & methods):
             return False
-        if names & wanted:
+        if names & methods:
             return True
     return False
 

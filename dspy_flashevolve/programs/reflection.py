@@ -198,13 +198,13 @@ class ReflectionRunner:
         texts = await gather([partial(self._feedback_or_error, record["Feedback"], ask) for record in open_records])
         for record, text in zip(open_records, texts, strict=True):
             record["Feedback"] = text
-        kept = {
+        with_feedback = {
             name: [record for record in rows if not isinstance(record.get("Feedback"), Exception)]
             for name, rows in dataset.items()
         }
-        if not any(kept.values()) and (failed := [text for text in texts if isinstance(text, Exception)]):
+        if not any(with_feedback.values()) and (failed := [text for text in texts if isinstance(text, Exception)]):
             raise failed[0]
-        return {name: rows for name, rows in kept.items() if rows or not dataset[name]}
+        return {name: rows for name, rows in with_feedback.items() if rows or not dataset[name]}
 
     def _raise_untraced(
         self, candidate: Mapping[str, str], trajectories: Sequence[Mapping[str, Any]], error: Exception | None = None

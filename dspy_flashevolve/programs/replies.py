@@ -29,8 +29,8 @@ FAILED = ("error", "abort")
 class ReplyInspection:
     """What one LM call was answered, and whether the user wants it in the histories."""
 
-    def __init__(self, kept: bool) -> None:
-        self.kept = kept
+    def __init__(self, is_recorded: bool) -> None:
+        self.is_recorded = is_recorded
         self.failure, self.is_cached = "", False
         self.headers: dict[str, str] = {}
 
@@ -54,7 +54,7 @@ INSPECTION: ContextVar[ReplyInspection | None] = ContextVar("flashevolve_reply_i
 @contextmanager
 def inspecting_replies() -> Generator[ReplyInspection, None, None]:
     """Inspect the replies of one LM call; dspy shows a reply as it came only to the LM's history."""
-    inspection = ReplyInspection(kept=not dspy.settings.disable_history)
+    inspection = ReplyInspection(is_recorded=not dspy.settings.disable_history)
     token = INSPECTION.set(inspection)
     try:
         with dspy.context(disable_history=False):

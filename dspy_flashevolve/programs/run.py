@@ -317,10 +317,9 @@ class DspyRun(EvolutionRun):
         count = len(examples)
 
         async def evaluate_one(index: int, granted: OnGranted) -> Rollout:
-            left = count - index - 1
             return await self.rollout(
                 stage, step, runner, candidate, examples[index], index,
-                split=split, traced=traced, reservation=reservation, followers=left, on_granted=granted,
+                split=split, traced=traced, reservation=reservation, followers=count - index - 1, on_granted=granted,
             )  # fmt: skip
 
         return await batch(count, evaluate_one)

@@ -320,11 +320,11 @@ def private_folders(paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(private))
 
 
-def hide_others_files(kept: Iterable[str]) -> bool:
-    """Enter a new mount namespace in which private directories are empty but for the paths ``kept``; False where the
+def hide_others_files(paths: Iterable[str]) -> bool:
+    """Enter a new mount namespace in which private directories are empty but for ``paths``; False where the
     kernel refuses.
 
-    Emptied are the `HIDDEN` directories, that of temporary files and, for root, the private ones above ``kept``.
+    Emptied are the `HIDDEN` directories, that of temporary files and, for root, the private ones above ``paths``.
     """
     user, group = os.getuid(), os.getgid()
     try:
@@ -335,12 +335,12 @@ def hide_others_files(kept: Iterable[str]) -> bool:
         make_mounts_private()
     except OSError:
         return False
-    kept = tuple(kept)
+    paths = tuple(paths)
     # Root's fork server becomes another user, who cannot enter a folder of mode 0700: Python below it would be lost.
-    private = private_folders(kept) if user == 0 else ()
+    private = private_folders(paths) if user == 0 else ()
     places = dict.fromkeys((*HIDDEN, os.path.realpath(tempfile.gettempdir()), *private))
     hidden = [path for path in places if os.path.isdir(path) and not os.path.islink(path)]
-    inside = [path for path in kept if any(Path(path).is_relative_to(folder) for folder in hidden)]
+    inside = [path for path in paths if any(Path(path).is_relative_to(folder) for folder in hidden)]
     held = [(path, os.open(path, os.O_PATH | os.O_DIRECTORY)) for path in inside if os.path.isdir(path)]
     for path in hidden:
         os.makedirs(path, exist_ok=True)
@@ -446,11 +446,11 @@ def confine(layers: Layers, limits: Limits, scratch: str, owner: tuple[int, int]
         refuse_system_calls()
 
 
-def close_all_but(*kept: int) -> None:
-    """Close every file descriptor of this process but ``kept``, and connect input and output to /dev/null."""
+def close_all_but(*descriptors: int) -> None:
+    """Close every file descriptor of this process but ``descriptors``, and connect input and output to /dev/null."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
-    edges = sorted({2, *kept})
+    edges = sorted({2, *descriptors})
     for low, high in zip(edges, [*edges[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
         os.closerange(low + 1, high)

@@ -282,5 +282,5 @@ async def _serve_until_signal(config: ServerConfig) -> None:
         with contextlib.suppress(NotImplementedError):
             loop.add_signal_handler(number, stop.set)
 
-    told = f"{config.profile.name} at http://{config.host}:{{}}/v1 (Ctrl-C ends it)"
-    await serve(config, on_ready=lambda port: print(told.format(port), flush=True), stop=stop)
+    message = f"{config.profile.name} at http://{config.host}:{{}}/v1 (Ctrl-C ends it)"
+    await serve(config, on_ready=lambda port: print(message.format(port), flush=True), stop=stop)

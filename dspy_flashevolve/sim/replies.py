@@ -140,8 +140,8 @@ class ReplyModel:
 
     def learnt(self, current: str, feedback: str, choices: Choices) -> list[str]:
         """Return what a reflection adds: rules that the feedback names and the instruction lacks, or a sentence."""
-        known = {rule.word for rule in rules_in(current)}
-        missed = [rule for rule in rules_in(feedback) if rule.word not in known]
+        words = {rule.word for rule in rules_in(current)}
+        missed = [rule for rule in rules_in(feedback) if rule.word not in words]
         sentence = self.sentence(choices)
         added = [] if sentence else self.read(missed, choices)
         return list(map(str, added)) or [sentence or useless_sentence(choices)]
@@ -166,7 +166,7 @@ class ReplyModel:
         """Return a verdict for each child, whose changes `StaleCandidateReflection` shows, and the new text: the head
         with the rules and sentences that the children add."""
         rules = rules_in(head)
-        known, held = {rule.word for rule in rules}, set(self.sentences(head))
+        words, held = {rule.word for rule in rules}, set(self.sentences(head))
         added: list[Rule] = []
         sentences: list[str] = []
         verdicts: list[dict[str, object]] = []
@@ -174,13 +174,13 @@ class ReplyModel:
         for mark, end in zip(marks, [*(mark.start() for mark in marks[1:]), len(children)], strict=False):
             lines = children[mark.end() : end].splitlines()
             put_in = "\n".join(line[2:] for line in lines if line.startswith("+ "))
-            fresh = [rule for rule in rules_in(put_in) if rule.word not in known]
+            fresh = [rule for rule in rules_in(put_in) if rule.word not in words]
             copied = [sentence for sentence in self.sentences(put_in) if sentence not in held]
             verdict = "orthogonal" if fresh or copied else "subsumed"
             verdicts.append({"child": int(mark[1]), "verdict": verdict, "reason": f"Adds {len(fresh)} rules."})
             added += fresh
             sentences += copied
-            known |= {rule.word for rule in fresh}
+            words |= {rule.word for rule in fresh}
             held.update(copied)
         self._forget_one(rules, choices)
         return verdicts, self.merged(head, rules, added, sentences, choices)

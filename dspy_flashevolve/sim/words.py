@@ -115,10 +115,10 @@ def useless_sentences(text: str) -> list[str]:
     return list(dict.fromkeys(USELESS.findall(text)))
 
 
-def words_present(text: str, wanted: Iterable[str]) -> list[str]:
-    """Return those of `wanted` that occur in the text as whole words, in any case."""
+def words_present(text: str, words: Iterable[str]) -> list[str]:
+    """Return those of `words` that occur in the text as whole words, in any case."""
     present = set(_TOKEN.findall(text.lower()))
-    return [word for word in wanted if word in present]
+    return [word for word in words if word in present]
 
 
 class Choices:

@@ -31,6 +31,9 @@ class Changes:
         self.scale, self.parent, self.outlook = 1.0, 0, Outlook(joins=True)
         self.now = BETTER
 
+    def to_json(self) -> None:
+        """Nothing that a run which goes on needs."""
+
     def head(self, over: frozenset[int]) -> Head:
         return WORSE if over == self.now.patches else self.now  # it is compared with the one that was tried
 
