@@ -226,9 +226,17 @@ def test_where_the_calls_left_do_not_pay_another_validation_none_is_spent_and_th
 
 
 def test_where_max_seconds_leave_no_time_the_summary_says_so() -> None:
-    program = compiled(Reflection(), 10_000, 20, riddles=True, seconds=30)
+    program = compiled(Reflection(), 10_000, 20, riddles=True, seconds=15)
     assert repeated_rules(*texts_of(program))
-    assert program.async_stats.unconsolidated == "max_seconds=30 leave no time for it"
+    assert program.async_stats.unconsolidated == "max_seconds=15 leave no time for it"
+
+
+def test_a_run_that_ends_by_its_time_returns_its_text_written_anew_in_time() -> None:
+    program = compiled(Reflection(), 10_000, 20, riddles=True, seconds=30)
+    assert program.async_stats.stop_reason.startswith("max_seconds=30")
+    assert program.async_stats.seconds <= 30
+    assert not repeated_rules(*texts_of(program))
+    assert program.async_stats.unconsolidated == ""
 
 
 def test_where_no_further_reflection_is_allowed_the_summary_names_the_limit() -> None:
