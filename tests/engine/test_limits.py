@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.batching import PROFILES
-from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus
+from dspy_flashevolve.engine.events import Event, EventBus
 from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
 from dspy_flashevolve.engine.provider import Attempts, Failure, Providers, RetryPolicy
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
@@ -165,9 +165,3 @@ def test_it_reaches_nine_tenths_of_the_best_fixed_limit_without_being_told_it(pr
     adaptive = closed_loop(profile, 256, start=8)
     assert adaptive.tokens_per_second >= 0.9 * best
     assert adaptive.refused_late < 0.01 * adaptive.sent_late
-
-
-def test_a_fixed_limit_above_the_endpoints_own_pauses_it_instead_of_hammering_it() -> None:
-    outcome = closed_loop(API, 128)
-    assert any(isinstance(event, EndpointPaused) for event in outcome.events)
-    assert outcome.tokens_per_second > closed_loop(API, 64).tokens_per_second

@@ -468,22 +468,6 @@ def test_the_later_stage_goes_first_and_a_step_s_time_in_each_stage_is_told() ->
     assert visits == [("validate", 0.0, 1.0, 2.0), ("propose", 0.0, 0.0, 3.0), ("rollout", 0.0, 3.0, 4.0)]
 
 
-# The budget
-
-
-def test_a_budget_that_cannot_pay_a_step_ends_the_run_only_when_nothing_may_give_some_back() -> None:
-    world = World(4, max_metric_calls=10)
-
-    async def step(step: Step) -> End:
-        world.run.begin(step, 0)
-        await world.paid(step, 5.0)
-        return End(EndKind.REJECTED)
-
-    world.evolve(step, calls_per_step=6)
-    assert world.run.budget.spent == 5
-    assert world.run.stop_reason == "max_metric_calls=10: the 5 calls left cannot pay a step, which may cost 6"
-
-
 # Every run ends
 
 

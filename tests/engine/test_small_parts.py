@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
 from dspy_flashevolve.engine.events import Event, EventBus
-from dspy_flashevolve.engine.loop import Threads, run_to_end
+from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.steps import step_rng
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default="outside")
@@ -100,25 +99,3 @@ def test_one_worker_stays_one_so_that_its_calls_stay_in_order() -> None:
 
     asyncio.run(main())
     assert most == 1
-
-
-async def answer() -> tuple[str, str, bool]:
-    await asyncio.sleep(0)
-    return VARIABLE.get(), threading.current_thread().name, asyncio.get_running_loop().is_running()
-
-
-def never(reason: str) -> None:
-    raise AssertionError("nobody asked for a stop")
-
-
-def test_run_to_end_works_in_a_script_in_a_thread_and_inside_a_running_loop() -> None:
-    async def cell() -> tuple[str, str, bool]:
-        return run_to_end(answer, never)
-
-    before = threading.active_count()
-    with ThreadPoolExecutor(1) as pool:
-        in_thread = pool.submit(run_to_end, answer, never).result()
-    for seen in (run_to_end(answer, never), in_thread, asyncio.run(cell())):
-        assert seen[2]
-        assert seen[1] != threading.main_thread().name
-    assert threading.active_count() <= before, "no thread outlives the run"

@@ -43,27 +43,6 @@ def test_guarded_discards_exactly_what_is_more_than_max_gap_behind(max_gap: int,
             assert decision == Admit()
 
 
-@given(
-    st.integers(0, 5),
-    st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=8),
-    st.lists(st.integers(0, 100), min_size=20, max_size=60),
-)
-def test_guarded_never_livelocks(max_gap: int, seeds: list[tuple[int, bool]], schedule: list[int]) -> None:
-    """Whatever item is looked at next: between two commits at most as many items are discarded as live at once."""
-    policy = Guarded(max_gap)
-    version, discarded, commits = 5, 0, 0
-    live = [seen for seen, _ in seeds]
-    for draw in schedule:
-        which = draw % len(live)
-        if isinstance(policy.decide(Look("before_commit", live[which]), History(version)), Discard):
-            discarded += 1
-            assert discarded <= len(live), "more discards in a row than items that could be too old"
-        else:
-            version, discarded, commits = version + 1, 0, commits + 1
-        live[which] = version
-    assert commits >= len(schedule) // (len(live) + 1)
-
-
 @given(st.integers(0, 6), LOOKS)
 def test_reflective_repairs_from_min_gap_on_and_discards_nothing(min_gap: int, looks: list[Look]) -> None:
     policy = Reflective(min_gap)
