@@ -12,7 +12,7 @@ import dspy
 import pytest
 
 from dspy_flashevolve.engine.check import check
-from dspy_flashevolve.engine.errors import StoreError
+from dspy_flashevolve.engine.errors import JournalError
 from dspy_flashevolve.engine.store import Store
 from dspy_flashevolve.gepa.iterations import Iterations
 from tests.contract.surface import Scored, simulated
@@ -30,7 +30,7 @@ def test_a_journal_that_fails_ends_the_run_at_once_and_scores_nothing(
 
     def full(self: Store, rows: list[Any]) -> None:
         if made >= after:
-            self.failure = self.failure or StoreError("the disk is full")
+            self.failure = self.failure or JournalError("the disk is full")
         write(self, rows)
 
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
@@ -39,7 +39,7 @@ def test_a_journal_that_fails_ends_the_run_at_once_and_scores_nothing(
         return dspy.Prediction(score=0.5, feedback="not a zero")
 
     monkeypatch.setattr(Store, "_write_batch", full)
-    with pytest.raises(StoreError):
+    with pytest.raises(JournalError):
         run(tmp_path, 60, predictors=1, metric=metric, schedule=schedule)
     assert made < after + 20
     monkeypatch.undo()
@@ -62,7 +62,7 @@ def test_half_a_surrogate_pair_is_written_and_nobody_waits_for_ever(tmp_path: Pa
 def test_whatever_cannot_be_written_fails_the_flush_and_does_not_hang(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.append("ends", step=2**70, session=1, ended_at=0.0, way="failed", reason="")  # OverflowError
-    with pytest.raises(StoreError, match="too large"):
+    with pytest.raises(JournalError, match="too large"):
         store.flush_blocking()
     store.close()
 
