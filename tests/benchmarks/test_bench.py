@@ -33,19 +33,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return asked
 
 
-def test_every_method_runs_with_every_seed(
-    tmp_path: Path, served: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "bench.jsonl"
-    assert bench.main([*SMALL, "--out", str(out)]) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["method"], row["seed"]) for row in rows] == [("gepa", 0), ("async", 0), ("gepa", 1), ("async", 1)]
-    assert {row["benchmark"] for row in rows} == {"bench-aime"}
-    assert all(row["error"] == "" and row["total_metric_calls"] > 0 for row in rows)
-    assert all(row["overshoot"] == 0 for row in rows if row["method"] == "async")
-    assert "bench-aime on h100-qwen3-8b" in capsys.readouterr().out
-
-
 def test_a_bench_that_was_interrupted_goes_on_where_it_stopped(tmp_path: Path, served: list[tuple[str, int]]) -> None:
     out = tmp_path / "bench.jsonl"
     assert bench.main([*SMALL, "--out", str(out)]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.batching import PROFILES
-from dspy_flashevolve.engine.events import Event, EventBus
+from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
 from dspy_flashevolve.engine.provider import Attempts, Failure, Providers, RetryPolicy
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
@@ -93,7 +93,6 @@ class Outcome:
     tokens_per_second: float = 0.0
     sent_late: int = 0
     refused_late: int = 0
-    events: list[Event] = field(default_factory=list[Event])
 
 
 class Loop:
@@ -103,10 +102,9 @@ class Loop:
         self.profile, self.outcome = PROFILES[profile], Outcome()
         self.clock = asyncio.get_running_loop().time
         self.driver = self.profile.batch(time_scale=1.0)
-        bus = EventBus([self.outcome.events.append])
         self.scheduler = Scheduler(slots, ["work"], {"work": "e"}, self.clock)
         self.providers = Providers(
-            {"work": ["e"]}, rules, self.scheduler, bus, self.clock, RetryPolicy(), random.Random(0)
+            {"work": ["e"]}, rules, self.scheduler, EventBus(), self.clock, RetryPolicy(), random.Random(0)
         )
         self.draw = random.Random(0)
 
