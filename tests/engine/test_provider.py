@@ -227,51 +227,6 @@ def test_two_servers_of_unequal_speed_reach_six_sevenths_of_the_sum_of_their_cei
     run(main)
 
 
-async def batches(bench: Bench, machines: dict[str, Machine], name: str, requests: int, times: int) -> float:
-    """Seconds for so many batches of requests, one after the other, with lengths that differ."""
-    draws, began = random.Random(1), now()
-    for _ in range(times):
-        async with anyio.create_task_group() as group:
-            for number in range(requests):
-                seconds = draws.uniform(0.5, 1.5)
-                group.start_soon(
-                    bench.scheduler.run, "rollout", Asker(number), lambda s=seconds: ask(bench, machines, name, s)
-                )
-    return now() - began
-
-
-async def alone_and_both(slots: int, adaptive: Bounds | None, places: int, requests: int, times: int) -> list[float]:
-    """Seconds with the fast server alone, and with one that is four times slower beside it."""
-    return [
-        await batches(
-            several(slots, adaptive, (name,)),
-            {"fast": Machine(places, 1.0), "slow": Machine(places, 4.0)},
-            name,
-            requests,
-            times,
-        )
-        for name in ("fast", BOTH)
-    ]
-
-
-ADAPTIVE_AND_FIXED = pytest.mark.parametrize(("slots", "adaptive"), [(64, Bounds(4, 64)), (64, None)])
-SLOWEST_SECONDS = 4.0 * 1.5
-"""Of a request on the server that is four times slower."""
-
-
-@ADAPTIVE_AND_FIXED
-@pytest.mark.parametrize("places", [8, 32])
-@pytest.mark.parametrize(("requests", "times"), [(20, 1), (20, 10), (100, 1), (400, 1)])
-def test_a_slow_server_beside_a_fast_one_never_costs_more_than_two_of_its_requests(
-    slots: int, adaptive: Bounds | None, places: int, requests: int, times: int
-) -> None:
-    async def main() -> None:
-        alone, both = await alone_and_both(slots, adaptive, places, requests, times)
-        assert both <= alone + 2 * SLOWEST_SECONDS
-
-    run(main)
-
-
 def test_a_server_that_was_slow_once_is_asked_again_after_a_minute_and_gets_its_share() -> None:
     bench, asked = several(2), Counter[str]()
 

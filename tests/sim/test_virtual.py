@@ -12,7 +12,7 @@ import dspy
 import pytest
 from dspy.utils.exceptions import LMRateLimitError
 from dspy.utils.usage_tracker import track_usage
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.sim import PROFILES
@@ -192,27 +192,6 @@ def test_a_thread_that_waits_for_the_model_at_the_end_hangs_nothing(how: str) ->
             run(main)
     assert ended(thread_ended)
     assert len(errors) == 1
-
-
-@settings(max_examples=8, deadline=None)
-@example([(True, 1), (False, 1)])
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=8))
-def test_two_equal_runs_give_equal_latencies(plan: list[tuple[bool, int]]) -> None:
-    def measured() -> Any:
-        model = SimulatedModel(seed=3)
-
-        async def main() -> Any:
-            async def timed_answer(number: int, thread: bool, delay: int) -> tuple[int, float, str]:
-                await asyncio.sleep(delay / 4)
-                began, text = now(), f"question {number}"
-                answer = await (asyncio.to_thread(asking(model, text)) if thread else ask(model, text))
-                return number, now() - began, answer.answer
-
-            return await asyncio.gather(*(timed_answer(number, *step) for number, step in enumerate(plan)))
-
-        return run(main), model.completion_tokens, model.load().generated_tokens
-
-    assert measured() == measured()
 
 
 def test_requests_above_what_the_profile_takes_are_refused_with_retry_after_and_counted() -> None:
