@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.store import FILE
 from tests.ace.child import SLOTS, VAL, SlowChain, facts, replies, run
+from tests.contract.surface import sql
 from tests.fakes import digits, examples, fake_lm
 from tests.killing import calls_made, killed_after
 
@@ -29,8 +28,7 @@ SPAN_SECONDS = 0.35
 
 
 def rows(directory: Path, query: str) -> list[Any]:
-    with closing(sqlite3.connect(directory / "run" / FILE)) as connection:
-        return connection.execute(query).fetchall()
+    return sql(directory / "run", query)
 
 
 def wrongs(directory: Path) -> Iterator[str]:

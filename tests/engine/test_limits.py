@@ -65,10 +65,7 @@ def test_what_does_not_bind_does_not_grow() -> None:
     assert bench.answers(5) == 8
 
 
-SIGNALS = st.one_of(
-    st.tuples(st.just("answer")),
-    st.tuples(st.just("cut"), st.integers(0, 500)),
-)
+SIGNALS = st.just(("answer",)) | st.tuples(st.just("cut"), st.integers(0, 500))
 
 
 @given(st.integers(1, 40), st.integers(0, 60), st.lists(st.tuples(st.floats(0, 90), SIGNALS)))

@@ -268,25 +268,6 @@ def test_a_synchronous_metric_that_has_begun_is_waited_for_beyond_the_timeout() 
 # Batches
 
 
-def test_results_come_in_order_and_each_begins_when_the_one_before_has_its_slot() -> None:
-    begun: list[int] = []
-
-    async def call(index: int, granted: Callable[[], None]) -> int:
-        begun.append(index)
-        await anyio.sleep(3.0 if index % 2 else 1.0)
-        if index != 2:
-            granted()
-        await anyio.sleep(1.0)
-        return 10 * index
-
-    async def main() -> None:
-        assert await batch(5, call) == [0, 10, 20, 30, 40]
-        assert await batch(0, call) == []
-
-    run(main)
-    assert begun == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("steps", "examples", "slots"), [(1, 5000, 8), (40, 250, 16)])
 def test_what_waits_for_a_slot_costs_no_task(steps: int, examples: int, slots: int) -> None:

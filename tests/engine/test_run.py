@@ -268,35 +268,6 @@ def test_a_commit_tells_its_gap_its_generation_and_the_best_so_far() -> None:
 # Stops
 
 
-def test_a_stop_finishes_what_runs_and_cancels_what_has_selected_nothing_yet() -> None:
-    world = World(4)
-    never = anyio.Event()
-
-    async def step(step: Step) -> End:
-        if step.number == 3:
-            await never.wait()  # the next example of a stream that is quiet
-        world.run.begin(step, 0)
-        await world.ask("rollout", step, 5.0)
-        if step.number == 0:
-            world.run.stop("somebody asked")
-        await world.ask("rollout", step, 5.0)
-        return End(EndKind.REJECTED)
-
-    world.evolve(step)
-    assert world.run.ended["rejected"] == len(world.of(StepOpened)) == 3
-    assert (world.run.stop_reason, world.run.outcome) == ("somebody asked", "stopped")
-    world.run.stop("too late", "failed")
-    assert (world.run.stop_reason, world.run.outcome) == ("somebody asked", "stopped")
-
-
-def test_no_step_starts_after_max_seconds_and_what_runs_is_finished() -> None:
-    world = World(4, max_seconds=10.0)
-    world.evolve(counted(world, 10**6, seconds=3.0))
-    assert all(event.seconds <= 10.0 for event in world.of(StepOpened))
-    assert max(event.seconds for event in world.of(StepClosed)) == 12.0
-    assert (world.run.stop_reason, world.run.outcome) == ("max_seconds=10 is over", "finished")
-
-
 def test_an_admission_that_admits_nothing_ends_the_run() -> None:
     class Never(Seen):
         def admits(self, load: Load) -> bool:

@@ -151,21 +151,6 @@ def test_the_seeds_validation_has_its_slots_first_and_beyond_them_holds_nobody_b
     assert place(1, value=math.inf, requests=requests, held=first, first=first) > place(2, value=0.0, requests=1)
 
 
-def test_the_scheduler_asks_for_the_smallest_place_each_time_that_a_slot_comes_free() -> None:
-    on = Stepped(1)
-
-    async def main() -> None:
-        await on.ask("validate", 9)
-        await on.ask("rollout", 1)
-        await on.ask("screen", Asker(2, version=0))
-        await on.ask("screen", Asker(3, version=5))
-        await on.ask("screen", Asker(4, version=0, value=3.0))
-        await on.end_all()
-
-    stepped(main)
-    assert [number for _, number in on.granted] == [9, 4, 3, 2, 1]
-
-
 # Cancellation
 
 

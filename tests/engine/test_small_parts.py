@@ -1,9 +1,8 @@
-"""Gaps, the randomness of steps, events, threads, the loop of one's own."""
+"""The randomness of steps, events, threads."""
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import threading
 
 import anyio
@@ -13,8 +12,6 @@ from anyio.lowlevel import checkpoint
 from dspy_flashevolve.engine.events import Event, EventBus
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.steps import step_rng
-
-VARIABLE = contextvars.ContextVar("VARIABLE", default="outside")
 
 
 def test_what_a_step_draws_depends_on_the_seed_and_its_number_alone() -> None:
@@ -37,19 +34,6 @@ def test_a_subscriber_that_raises_is_dropped_with_a_warning_and_the_others_go_on
         bus.emit(Event(0.0))
     bus.emit(Event(1.0))
     assert [event.seconds for event in seen] == [0.0, 1.0]
-
-
-def test_one_worker_runs_calls_in_order_and_they_see_the_callers_context() -> None:
-    async def main() -> list[tuple[int, str]]:
-        threads, order = Threads(1, "test"), list[tuple[int, str]]()
-        VARIABLE.set("inside")
-        async with anyio.create_task_group() as group:
-            for number in range(20):
-                group.start_soon(threads.run, lambda n=number: order.append((n, VARIABLE.get())))
-        threads.close()
-        return order
-
-    assert anyio.run(main) == [(number, "inside") for number in range(20)]
 
 
 def test_calls_that_were_given_up_do_not_hold_up_those_that_follow() -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import pytest
 from gepa.core.state import ValsetEvaluation
 
 from dspy_flashevolve.engine.steps import Budget, Step
@@ -100,6 +101,22 @@ def played(main: Coroutine[Any, Any, None]) -> None:
         await main
 
     anyio.run(run_it)
+
+
+@pytest.mark.parametrize(("left", "begins"), [(126.0, False), (124.0, True)])
+def test_the_last_head_begins_as_long_before_max_seconds_as_a_validation_takes_and_a_quarter_more(
+    left: float, begins: bool
+) -> None:
+    async def main() -> None:
+        heads, _, _ = heads_of(left)
+        given = await heads.take(step_of(0))
+        assert (given is not None) == begins == heads.has_ended
+        if given is not None:
+            assert given.is_timed
+            assert heads.pending is None
+            assert await heads.take(step_of(1)) is None, "it begins once"
+
+    played(main())
 
 
 def test_where_the_validation_before_max_seconds_fails_only_the_end_of_the_calls_brings_another() -> None:
