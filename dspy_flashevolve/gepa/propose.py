@@ -151,7 +151,7 @@ class Proposing:
         parent_texts, record, reason = task.parent.task.parent_candidate, _ProposalRecord(task), ""
         for attempt in range(ATTEMPTS):
             self._check()
-            self._calls.reflections += not task.is_paid
+            self._calls.record(reflections=int(not task.is_paid))
             try:
                 call = Call(
                     stage="propose",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,23 +18,17 @@ from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.store import FILE
 from tests.ace.child import SLOTS, VAL, SlowChain, facts, replies, run
+from tests.contract.surface import sql
 from tests.fakes import digits, examples, fake_lm
-from tests.killing import killed_after
+from tests.killing import calls_made, killed_after
 
 TRAIN = examples("t", 10)
 SPAN_SECONDS = 0.35
 """Longest time from the first metric call of a process to its end."""
 
 
-def made(directory: Path) -> int:
-    """Metric calls that the metric itself has counted, over all processes."""
-    path = directory / "calls.txt"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
 def rows(directory: Path, query: str) -> list[Any]:
-    with closing(sqlite3.connect(directory / "run" / FILE)) as connection:
-        return connection.execute(query).fetchall()
+    return sql(directory / "run", query)
 
 
 def wrongs(directory: Path) -> Iterator[str]:
@@ -190,7 +182,7 @@ def survives(directory: Path, schedule: str, samples: int, kills: int, seed: int
     rng, done, applied, scored = random.Random(seed), 0, 0, 0
     module = "tests.ace.child", directory, schedule, samples
     for _ in range(kills):
-        if not killed_after(rng.random() * SPAN_SECONDS, partial(made, directory), *module):
+        if not killed_after(rng.random() * SPAN_SECONDS, partial(calls_made, directory), *module):
             break
         done += 1
         yield from (f"kill {done}: {problem}" for problem in wrongs(directory))
@@ -209,8 +201,8 @@ def survives(directory: Path, schedule: str, samples: int, kills: int, seed: int
         yield f"each sample adds one bullet: {result['operations']}, {result['problems']}, {result['additions']}"
     [(spent,)] = rows(directory, "SELECT SUM(calls) FROM calls")
     [(kept,)] = rows(directory, "SELECT COUNT(*) FROM rollouts")
-    if not kept <= made(directory) <= spent == result["calls"] or spent - kept > done * SLOTS:
-        yield f"{made(directory)} calls made, {kept} of use, {spent} counted, {result['calls']} told, {done} kills"
+    if not kept <= calls_made(directory) <= spent == result["calls"] or spent - kept > done * SLOTS:
+        yield f"{calls_made(directory)} made, {kept} of use, {spent} counted, {result['calls']} told, {done} kills"
     [(unfinished,)] = rows(directory, "SELECT COUNT(*) FROM steps WHERE number NOT IN (SELECT step FROM ends)")
     if unfinished:
         yield f"{unfinished} steps have no end"

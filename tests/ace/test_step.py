@@ -8,7 +8,6 @@ from typing import Any
 
 import anyio
 import dspy
-import pytest
 
 from dspy_flashevolve import AsyncACE, Playbook
 from dspy_flashevolve.observe.statistics import AceStats
@@ -147,24 +146,3 @@ def test_tags_of_what_went_meanwhile_count_nothing() -> None:
     run = learnt(late, Script(RIGHT, operations=[{"type": "REMOVE", "id": "oth-1"}]))
     assert run.stats.problems["tag of a gone bullet"] == 1
     assert run.stats.tags == {}
-
-
-def test_the_next_attempt_is_shown_the_counters_as_its_own_sample_has_moved_them() -> None:
-    run = learnt(Script((0.0, 0.0, 1.0), tags={"oth-1": "helpful"}))
-    counters = [f"[oth-1] helpful={helpful} harmful=0 Mind units." for helpful in range(3)]
-    assert [[counter in prompt for counter in counters] for prompt in run.prompts] == [
-        [True, False, False],
-        [False, True, False],
-        [False, False, True],
-    ]
-
-
-@pytest.mark.parametrize("budget", [90, 130])
-def test_the_token_budget_holds_after_every_sample(budget: int) -> None:
-    scripts = [
-        Script(RIGHT, operations=[add(f"Insight {number} of many.")], before=1.0 + number) for number in range(30)
-    ]
-    run = learnt(*scripts, playbook=Playbook(), token_budget=budget, num_threads=30)
-    assert run.program.playbook.tokens() <= budget
-    assert run.stats.evicted > 0
-    assert run.texts

@@ -15,6 +15,7 @@ from benchmarks.bench import COLUMNS, Backend, cells
 from benchmarks.measure import Bench, NoMeter
 from benchmarks.results import Result
 from tests.benchmarks.test_measure import _workload
+from tests.benchmarks.workloads.samples import write_samples
 
 SMALL = ["--workload", "aime", "--methods", "gepa", "async", "--calls", "40", "--slots", "4", "--seeds", "2"]
 
@@ -31,19 +32,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     monkeypatch.setattr(Backend, "serving", serving)
     return asked
-
-
-def test_every_method_runs_with_every_seed(
-    tmp_path: Path, served: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "bench.jsonl"
-    assert bench.main([*SMALL, "--out", str(out)]) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["method"], row["seed"]) for row in rows] == [("gepa", 0), ("async", 0), ("gepa", 1), ("async", 1)]
-    assert {row["benchmark"] for row in rows} == {"bench-aime"}
-    assert all(row["error"] == "" and row["total_metric_calls"] > 0 for row in rows)
-    assert all(row["overshoot"] == 0 for row in rows if row["method"] == "async")
-    assert "bench-aime on h100-qwen3-8b" in capsys.readouterr().out
 
 
 def test_a_bench_that_was_interrupted_goes_on_where_it_stopped(tmp_path: Path, served: list[tuple[str, int]]) -> None:
@@ -67,10 +55,7 @@ def test_a_bench_that_was_interrupted_goes_on_where_it_stopped(tmp_path: Path, s
 def test_a_bench_in_virtual_time_stands_lockstep_for_gepa_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "aime").mkdir()
-    for year in (2024, 2025):
-        problems = [{"problem": f"What is {year} plus {n}?", "answer": str(year + n)} for n in range(20)]
-        (tmp_path / "aime" / f"aime{year}.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    write_samples(tmp_path)
     monkeypatch.setenv("FLASHEVOLVE_DATA", str(tmp_path))
     out = tmp_path / "bench.jsonl"
     asked = ["--virtual", "--workload", "aime", "--methods", "gepa", "gepa-independent-2", "async", "--most", "4"]

@@ -165,6 +165,16 @@ def test_at_equal_calls_the_spread_between_seeds_is_allowed(ours: float, verdict
     ]
 
 
+def recorded(folder: Path, *runs: list[str], method: str = "lockstep", seconds: int = 0, calls: int = 60) -> list[Row]:
+    """The rows of small runs of the command, one with each of these further options, in one file."""
+    out = folder / "runs.jsonl"
+    limits = ["--seconds", str(seconds), "--calls", str(calls), "--train", "6", "--val", "6", "--out", str(out)]
+    for more in runs:
+        asked = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", method, *limits, *more]
+        assert compare.main(asked) == 0
+    return compare.recorded(out)
+
+
 def scored(method: str, seed: int, *scores: tuple[float, float], **more: Any) -> Row:
     """A row whose best program had these true scores from these seconds on."""
     points: list[list[float | int | None]] = [[at, 60, 1, 1, 0, 0.9, 1, true] for at, true in scores]
@@ -192,11 +202,7 @@ def test_a_table_has_true_scores_their_time_and_the_time_until_locksteps_last() 
 
 
 def test_with_dspys_cache_a_table_has_the_requests_and_reflections_paid_until_locksteps_score(tmp_path: Path) -> None:
-    out = tmp_path / "runs.jsonl"
-    run = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", "lockstep", "--seconds", "0", "--calls", "60"]
-    for more in (["--cached"], []):
-        assert compare.main([*run, "--train", "6", "--val", "0", "--out", str(out), *more]) == 0
-    cached, other = compare.recorded(out)
+    cached, other = recorded(tmp_path, ["--cached", "--val", "0"], ["--val", "0"])
     assert cached.task_requests < cached.metric_calls
     assert other.task_requests == other.metric_calls
     assert cached.true_score is not None
@@ -210,10 +216,7 @@ def test_with_dspys_cache_a_table_has_the_requests_and_reflections_paid_until_lo
 
 
 def test_a_run_under_a_named_model_has_its_true_score_its_cost_and_its_commit(tmp_path: Path) -> None:
-    out = tmp_path / "runs.jsonl"
-    run = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", "async", "--seconds", "40", "--calls", "0"]
-    assert compare.main([*run, "--train", "6", "--val", "6", "--model", "obliging", "plain", "--out", str(out)]) == 0
-    obliging, plain = compare.recorded(out)
+    obliging, plain = recorded(tmp_path, ["--model", "obliging", "plain"], method="async", seconds=40, calls=0)
     assert (obliging.model, plain.model) == ("obliging", "plain")
     assert obliging.seed_true_score == pytest.approx(0.9 * 2 / 24)
     assert plain.seed_true_score not in (None, obliging.seed_true_score)
@@ -227,11 +230,7 @@ def test_a_run_under_a_named_model_has_its_true_score_its_cost_and_its_commit(tm
 def test_a_slow_reflection_model_delays_a_run_by_each_of_its_reflections_and_has_a_row_of_its_own(
     tmp_path: Path,
 ) -> None:
-    out = tmp_path / "runs.jsonl"
-    run = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", "lockstep", "--seconds", "0", "--calls", "60"]
-    for more in ([], ["--reflection-seconds", "60"]):
-        assert compare.main([*run, "--train", "6", "--val", "6", "--out", str(out), *more]) == 0
-    quick, slow = compare.recorded(out)
+    quick, slow = recorded(tmp_path, [], ["--reflection-seconds", "60"])
     assert (quick.reflection_seconds, slow.reflection_seconds) == (0.0, 60.0)
     assert quick.seconds < 60 * slow.lm_calls < slow.seconds
     assert quick.tokens == slow.tokens, "the same run, but for its time"
@@ -239,10 +238,6 @@ def test_a_slow_reflection_model_delays_a_run_by_each_of_its_reflections_and_has
 
 
 def test_a_command_goes_on_where_it_stopped_and_of_two_runs_the_later_counts(tmp_path: Path) -> None:
-    out = tmp_path / "runs.jsonl"
-    run = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", "lockstep", "--seconds", "20", "--calls", "0"]
-    for more in ([], [], ["--fresh"]):
-        assert compare.main([*run, "--train", "6", "--val", "6", "--out", str(out), *more]) == 0
-    assert len(out.read_text().splitlines()) == 2
-    (row,) = compare.recorded(out)
+    (row,) = recorded(tmp_path, [], [], ["--fresh"], seconds=20, calls=0)
+    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 2
     assert (row.task, row.method, row.limit) == ("few", "lockstep", 20.0)

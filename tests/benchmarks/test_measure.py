@@ -57,14 +57,6 @@ def test_a_run_of_dspy_gepa_ends_with_its_figures(name: str) -> None:
     assert result.best_score >= (result.seed_score or 0.0) > 0
 
 
-def test_a_run_of_async_gepa_never_overshoots() -> None:
-    result = BENCH.run(method("async"), _workload(), Limits(slots=4, seed=0, metric_calls=60))
-    assert result.error == ""
-    assert 0 < result.scored <= result.total_metric_calls <= 60
-    assert result.overshoot == 0
-    assert result.proposals > 0
-
-
 def test_what_ended_a_run_stands_in_its_result(capsys: pytest.CaptureFixture[str]) -> None:
     def build(task: Workload, limits: Limits, recorder: Recorder) -> Any:
         raise RuntimeError("no such model")

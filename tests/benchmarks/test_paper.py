@@ -10,15 +10,13 @@ import pytest
 from benchmarks import bench, paper
 from benchmarks.methods import method
 from benchmarks.results import Result
+from tests.benchmarks.workloads.samples import write_samples
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Options of small runs on a small workload, which is on the paper's list."""
-    (tmp_path / "aime").mkdir()
-    for year in (2024, 2025):
-        problems = [{"problem": f"What is {year} plus {n}?", "answer": str(year + n)} for n in range(20)]
-        (tmp_path / "aime" / f"aime{year}.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    write_samples(tmp_path)
     monkeypatch.setenv("FLASHEVOLVE_DATA", str(tmp_path))
     options = ["--workload", "aime", "--most", "4", "--seconds", "100", "--seeds", "1", "--slots", "4"]
     return [*options, "--out", str(tmp_path / "paper.jsonl")]

@@ -45,9 +45,6 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# The task model
-
-
 # The model whose replies are files
 
 

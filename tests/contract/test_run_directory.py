@@ -146,10 +146,11 @@ def test_a_journal_that_is_damaged_or_of_something_else_or_of_an_unknown_version
 def test_what_a_kill_leaves_of_a_journal_that_was_being_made_is_no_hindrance(
     finished: Path, tmp_path: Path, share: float
 ) -> None:
-    """A part of it under another name, and an empty file under its own."""
+    """A part of it under another name, SQLite's rollback file beside that, and an empty file under its own."""
     path, content = journal_of(tmp_path), journal_of(finished).read_bytes()
     path.touch()
     path.with_suffix(".new").write_bytes(content[: int(share * len(content))])
+    path.with_suffix(".new-journal").write_bytes(content[: int(share * len(content))])
     assert compiled(tmp_path).detailed_results.total_metric_calls > 0
     assert problems(tmp_path) == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import gc
 import itertools
 import logging
@@ -179,7 +180,10 @@ class MyProposer(dspy.Module):
         raise LookupError("it broke")
 
 
-@pytest.mark.parametrize(("proposer", "name"), [(MyProposer(), "MyProposer.forward"), (breaks, "breaks")])
+@pytest.mark.parametrize(
+    ("proposer", "name"),
+    [(MyProposer(), "MyProposer.forward"), (breaks, "breaks"), (functools.partial(breaks, 1), "breaks")],
+)
 def test_a_proposer_that_raises_is_named(proposer: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
         stats = compiled(40, instruction_proposer=proposer).async_stats

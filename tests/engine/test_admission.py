@@ -34,16 +34,6 @@ def test_one_step_may_always_live_and_never_more_than_the_bound(
     assert not rule.admits(Load(bound, 0, 64, *calls))
 
 
-@given(RULES, CALLS, st.integers(0, 64), st.integers(0, 64), st.integers(0, 64), st.integers(0, 9))
-def test_beyond_the_working_bound_a_step_starts_only_in_slots_that_nobody_is_about_to_take(
-    rule: LiveSteps, calls: tuple[int | None, int, float], live: int, working: int, idle: int, without_request: int
-) -> None:
-    load = Load(live, working, idle, *calls, without_request=without_request)
-    competes = rule.working_limit is None or working < rule.working_limit
-    in_idle_slots = idle - rule.burst * without_request >= rule.burst
-    assert rule.admits(load) == (live < rule.bound(load) and (competes or in_idle_slots))
-
-
 @given(st.integers(1, 20), st.integers(0, 40), st.integers(0, 40))
 def test_parked_steps_do_not_count_unless_it_is_strict(limit: int, live: int, parked: int) -> None:
     load = replace(IDLE, live=live, parked=min(parked, live))

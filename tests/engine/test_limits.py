@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.batching import PROFILES
-from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus
+from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
 from dspy_flashevolve.engine.provider import Attempts, Failure, Providers, RetryPolicy
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
@@ -65,10 +65,7 @@ def test_what_does_not_bind_does_not_grow() -> None:
     assert bench.answers(5) == 8
 
 
-SIGNALS = st.one_of(
-    st.tuples(st.just("answer")),
-    st.tuples(st.just("cut"), st.integers(0, 500)),
-)
+SIGNALS = st.just(("answer",)) | st.tuples(st.just("cut"), st.integers(0, 500))
 
 
 @given(st.integers(1, 40), st.integers(0, 60), st.lists(st.tuples(st.floats(0, 90), SIGNALS)))
@@ -93,7 +90,6 @@ class Outcome:
     tokens_per_second: float = 0.0
     sent_late: int = 0
     refused_late: int = 0
-    events: list[Event] = field(default_factory=list[Event])
 
 
 class Loop:
@@ -103,10 +99,9 @@ class Loop:
         self.profile, self.outcome = PROFILES[profile], Outcome()
         self.clock = asyncio.get_running_loop().time
         self.driver = self.profile.batch(time_scale=1.0)
-        bus = EventBus([self.outcome.events.append])
         self.scheduler = Scheduler(slots, ["work"], {"work": "e"}, self.clock)
         self.providers = Providers(
-            {"work": ["e"]}, rules, self.scheduler, bus, self.clock, RetryPolicy(), random.Random(0)
+            {"work": ["e"]}, rules, self.scheduler, EventBus(), self.clock, RetryPolicy(), random.Random(0)
         )
         self.draw = random.Random(0)
 
@@ -165,9 +160,3 @@ def test_it_reaches_nine_tenths_of_the_best_fixed_limit_without_being_told_it(pr
     adaptive = closed_loop(profile, 256, start=8)
     assert adaptive.tokens_per_second >= 0.9 * best
     assert adaptive.refused_late < 0.01 * adaptive.sent_late
-
-
-def test_a_fixed_limit_above_the_endpoints_own_pauses_it_instead_of_hammering_it() -> None:
-    outcome = closed_loop(API, 128)
-    assert any(isinstance(event, EndpointPaused) for event in outcome.events)
-    assert outcome.tokens_per_second > closed_loop(API, 64).tokens_per_second

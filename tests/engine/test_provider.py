@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.provider import (
     ENOUGH_ANSWERS,
     MAX_PAUSES,
     REFUSALS_IN_A_ROW,
     SERVER_SEPARATOR,
-    SILENT_FAILURES,
     Attempts,
     Failure,
     Providers,
@@ -111,17 +110,6 @@ def test_refusals_in_a_row_pause_a_server_and_no_other_and_longer_the_less_is_an
     run(main)
 
 
-def test_refusals_that_come_back_sooner_than_the_answers_to_what_was_sent_between_them_pause_nothing() -> None:
-    bench = Bench()
-
-    async def main() -> None:
-        for request in [bench.sent("task") for _ in range(64)][::3]:
-            request.server.record_failure(request, "refused", None)
-        assert bench.pauses == []
-
-    run(main)
-
-
 def test_a_request_that_waits_for_the_end_of_a_pause_holds_no_slot_and_is_sent_at_last_all_the_same() -> None:
     bench = Bench(slots=1)
     order: list[str] = []
@@ -149,24 +137,6 @@ def test_a_request_that_waits_for_the_end_of_a_pause_holds_no_slot_and_is_sent_a
 
 
 # Silence
-
-
-def test_a_provider_that_refuses_some_while_it_is_at_work_on_others_is_not_said_to_be_silent(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    bench = Bench()
-
-    async def main() -> None:
-        at_work = bench.sent("task")
-        for _ in range(SILENT_FAILURES):
-            bench.turn_away(bench.sent("task"))
-        assert "does not answer" not in caplog.text
-        at_work.answered()
-        for _ in range(SILENT_FAILURES):
-            bench.turn_away(bench.sent("task"))
-        assert "task does not answer (429)" in caplog.text
-
-    run(main)
 
 
 def test_a_provider_that_refuses_and_leaves_requests_hanging_is_said_to_be_silent_after_ten_seconds(
@@ -199,43 +169,6 @@ def test_one_request_that_hangs_alone_for_longer_than_an_outage_may_last_is_aske
         assert bench.providers.outage
 
     run(main)
-
-
-def test_a_provider_that_turns_away_all_for_a_minute_is_given_up() -> None:
-    bench = Bench()
-
-    async def main() -> None:
-        for _ in range(2):
-            assert not bench.providers.outage
-            bench.turn_away(bench.sent("task"), "connection refused")
-            await anyio.sleep(60)
-        bench.turn_away(bench.sent("task"), "connection refused")
-        assert bench.providers.outage
-
-    run(main)
-
-
-# Limits
-
-
-def test_each_queue_has_a_limit_of_its_own_and_every_change_is_told() -> None:
-    bench = Bench(8, Bounds(start=2, high=8))
-    assert bench.scheduler.limit == 4
-
-    async def main() -> None:
-        async def request() -> None:
-            sent = bench.sent("judge")
-            await anyio.sleep(1.0)
-            sent.answered()
-
-        async with anyio.create_task_group() as group:
-            for number in range(12):
-                group.start_soon(bench.scheduler.run, "rollout", Asker(number), request)
-
-    run(main)
-    changes = [one for one in bench.events if isinstance(one, LimitChanged)]
-    assert {(one.name, one.reason) for one in changes} == {("judge + task", "it binds")}
-    assert changes[0].before == 2
 
 
 # Several servers of one model
@@ -294,75 +227,6 @@ def test_two_servers_of_unequal_speed_reach_six_sevenths_of_the_sum_of_their_cei
     run(main)
 
 
-async def batches(bench: Bench, machines: dict[str, Machine], name: str, requests: int, times: int) -> float:
-    """Seconds for so many batches of requests, one after the other, with lengths that differ."""
-    draws, began = random.Random(1), now()
-    for _ in range(times):
-        async with anyio.create_task_group() as group:
-            for number in range(requests):
-                seconds = draws.uniform(0.5, 1.5)
-                group.start_soon(
-                    bench.scheduler.run, "rollout", Asker(number), lambda s=seconds: ask(bench, machines, name, s)
-                )
-    return now() - began
-
-
-async def alone_and_both(slots: int, adaptive: Bounds | None, places: int, requests: int, times: int) -> list[float]:
-    """Seconds with the fast server alone, and with one that is four times slower beside it."""
-    return [
-        await batches(
-            several(slots, adaptive, (name,)),
-            {"fast": Machine(places, 1.0), "slow": Machine(places, 4.0)},
-            name,
-            requests,
-            times,
-        )
-        for name in ("fast", BOTH)
-    ]
-
-
-ADAPTIVE_AND_FIXED = pytest.mark.parametrize(("slots", "adaptive"), [(64, Bounds(4, 64)), (64, None)])
-SLOWEST_SECONDS = 4.0 * 1.5
-"""Of a request on the server that is four times slower."""
-
-
-@ADAPTIVE_AND_FIXED
-@pytest.mark.parametrize("places", [8, 32])
-@pytest.mark.parametrize(("requests", "times"), [(20, 1), (20, 10), (100, 1), (400, 1)])
-def test_a_slow_server_beside_a_fast_one_never_costs_more_than_two_of_its_requests(
-    slots: int, adaptive: Bounds | None, places: int, requests: int, times: int
-) -> None:
-    async def main() -> None:
-        alone, both = await alone_and_both(slots, adaptive, places, requests, times)
-        assert both <= alone + 2 * SLOWEST_SECONDS
-
-    run(main)
-
-
-def test_a_server_that_fails_is_left_out_and_then_tried_by_one_request_at_a_time() -> None:
-    async def main() -> None:
-        bench = several(adaptive=Bounds(8))
-        fast: Any = bench.providers.provider("fast").servers[0]
-        bench.refuse("fast", REFUSALS_IN_A_ROW - 1, None, overload="")
-        assert {bench.sent(BOTH).server.name for _ in range(8)} == {"fast", "slow"}
-        bench.refuse("fast", REFUSALS_IN_A_ROW, None, overload="")
-        assert {bench.sent(BOTH).server.name for _ in range(4)} == {"slow"}
-        for request in list(fast.under_way):
-            request.leave()
-        for pause in (1.0, 2.0):
-            await anyio.sleep(pause)
-            trials = [one for one in [bench.sent(BOTH) for _ in range(4)] if one.server is fast]
-            assert len(trials) == 1
-            trials[0].leave()
-            fast.record_failure(trials[0], "", None)
-            assert fast.breaker.open_until == now() + 2 * pause
-        await anyio.sleep(4.0)
-        next(one for one in [bench.sent(BOTH) for _ in range(4)] if one.server is fast).answered()
-        assert [bench.sent(BOTH).server.name for _ in range(8)].count("fast") > 1
-
-    run(main)
-
-
 def test_a_server_that_was_slow_once_is_asked_again_after_a_minute_and_gets_its_share() -> None:
     bench, asked = several(2), Counter[str]()
 
@@ -381,19 +245,6 @@ def test_a_server_that_was_slow_once_is_asked_again_after_a_minute_and_gets_its_
 
     run(main)
     assert min(asked.values()) > 100
-
-
-def test_a_server_that_answers_nothing_while_the_other_does_is_not_asked() -> None:
-    async def main() -> None:
-        bench = several(adaptive=Bounds(8))
-        bench.sent("fast")
-        for _ in range(30):
-            request = bench.sent("slow")
-            await anyio.sleep(1.0)
-            request.answered()
-        assert {bench.sent(BOTH).server.name for _ in range(6)} == {"slow"}
-
-    run(main)
 
 
 def test_slots_follow_the_limits_of_the_servers_that_are_there() -> None:

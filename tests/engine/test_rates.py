@@ -160,17 +160,6 @@ def test_a_refusal_of_which_the_headers_say_that_nothing_is_left_holds_up_all_an
     run(main)
 
 
-def test_two_runs_on_a_key_share_what_its_headers_say_is_left() -> None:
-    async def main() -> None:
-        provider, limits = Provider(Quota(600, 10**9)), [known(), known()]
-        both = [worker for limit in limits for worker in workers(limit, provider, [1], told=True)]
-        await for_minutes(4, *both)
-        assert provider.refused <= 0.02 * len(provider.taken)
-        assert len(provider.taken) >= 0.9 * 2400
-
-    run(main)
-
-
 def test_a_request_that_costs_more_than_a_minute_holds_up_others_for_a_minute() -> None:
     async def main() -> None:
         limit = known(tokens=1000)

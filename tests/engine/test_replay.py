@@ -27,7 +27,7 @@ from dspy_flashevolve.engine.requests import (
 )
 from dspy_flashevolve.engine.run import EvolutionRun, RunLimits
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step
-from dspy_flashevolve.engine.store import BEFORE_STEPS, Store, Unfinished, hash_of
+from dspy_flashevolve.engine.store import Store, hash_of
 from dspy_flashevolve.sim.virtual import run as in_virtual_time
 
 KEY = RolloutKey(hash_of({"p": "text"}), "train", 3)
@@ -83,19 +83,6 @@ def found(store: Store, step: int, key: RolloutKey = KEY) -> float | None:
     return None if rollout is None else rollout.score
 
 
-def test_steps_without_an_end_are_found_with_what_they_had_selected(tmp_path: Path) -> None:
-    store = session(tmp_path)
-    for number in range(4):
-        store.record_selection(number, version=number, selection={"parent": number})
-    store.record_end(1, "rejected", "")
-    store.record_end(3, "committed", "")
-    closed(store)
-    store = session(tmp_path)
-    assert store.load_unfinished() == [Unfinished(0, 0, {"parent": 0}), Unfinished(2, 2, {"parent": 2})]
-    assert store.last_step == 3
-    closed(store)
-
-
 def test_a_rollout_that_was_paid_answers_only_steps_that_run_again(tmp_path: Path) -> None:
     store = session(tmp_path)
     store.record_selection(0, 0, None)
@@ -114,46 +101,6 @@ def test_a_rollout_that_was_paid_answers_only_steps_that_run_again(tmp_path: Pat
     assert found(store, 7) is None, "a new step pays"
     assert (store.spent, store.paid[0], store.paid[1]) == (2, 1, 0)
     closed(store)
-
-
-@pytest.mark.parametrize("each_once", [False, True])
-def test_one_that_is_kept_answers_all_that_are_equal_or_in_lockstep_one(tmp_path: Path, each_once: bool) -> None:
-    store = session(tmp_path)
-    store.record_selection(0, 0, None)
-    write(store, 0, 0.25)
-    write(store, 0, 0.5)
-    closed(store)
-    store = Store(tmp_path, each_once=each_once)
-    store.load_unfinished()
-    assert [found(store, 0) for _ in range(3)] == ([0.25, 0.5, None] if each_once else [0.5] * 3)
-    closed(store)
-
-
-def test_what_is_missing_is_what_is_still_to_be_paid_and_a_trace_that_is_needed_is_paid_again(tmp_path: Path) -> None:
-    store = session(tmp_path)
-    store.record_selection(0, 0, None)
-    write(store, 0)
-    write(store, 0, key=RolloutKey(KEY.candidate, "train", 4), trace=None)
-    closed(store)
-    store = session(tmp_path)
-    store.load_unfinished()
-    ids = [3, 4, 5]
-    assert store.count_missing(0, KEY.candidate, "train", ids) == 1
-    assert store.count_missing(0, KEY.candidate, "train", ids, needs_trace=True) == 2
-    assert store.count_missing(0, KEY.candidate, "val", ids) == 3
-    assert store.count_missing(9, KEY.candidate, "train", ids) == 3
-    closed(store)
-
-
-def test_what_belongs_to_no_step_is_found_where_it_is_not_done(tmp_path: Path) -> None:
-    store = session(tmp_path)
-    write(store, BEFORE_STEPS)
-    closed(store)
-    for seeded, score in ((False, 0.5), (True, None)):
-        store = session(tmp_path)
-        store.load_unfinished(seeded)
-        assert found(store, BEFORE_STEPS) == score
-        closed(store)
 
 
 def test_requests_and_dollars_of_a_session_that_was_killed_count_to_the_last_one(tmp_path: Path) -> None:

@@ -13,17 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.errors import NoLongerWantedError, RolloutUnresolvedError, RunAbortedError, TransientError
+from dspy_flashevolve.engine.errors import NoLongerWantedError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import (
     Event,
     EventBus,
     RequestFinished,
-    RequestTurnedAway,
     RolloutFinished,
-    RolloutTimedOut,
 )
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.provider import Attempts, Providers, RetryPolicy
+from dspy_flashevolve.engine.provider import Providers, RetryPolicy
 from dspy_flashevolve.engine.requests import (
     Call,
     RequestCost,
@@ -202,51 +200,7 @@ def test_a_paid_rollout_and_a_request_are_told_with_what_they_cost() -> None:
     assert (asked.step, asked.stage, asked.latency_seconds, asked.tokens) == (1, "propose", 3.0, 5)
 
 
-# Retries
-
-
-def test_an_unresolved_rollout_is_neither_scored_nor_paid() -> None:
-    bench = Bench()
-
-    async def main() -> None:
-        pays = bench.reserved()
-        with pytest.raises(RolloutUnresolvedError, match="no answer after 3 attempts: 500"):
-            await bench.rollout(failing(3), pays)
-        assert (pays.settled, pays.open) == (0, 1)
-        assert [type(event) for event in bench.events] == [RequestTurnedAway, RequestTurnedAway]
-
-    run(main)
-
-
-def test_what_was_asked_for_inside_as_often_as_makes_sense_is_not_asked_for_again() -> None:
-    bench = Bench()
-
-    async def once() -> Rollout:
-        failed = Attempts(bench.providers.provider("e"))
-        failed.failures = 3
-        raise TransientError("429", attempts=failed)
-
-    async def main() -> None:
-        with pytest.raises(RolloutUnresolvedError, match="no answer after 3 attempts"):
-            await bench.rollout(once, Budget(None).reserve(1))  # type: ignore[arg-type]
-
-    run(main)
-
-
 # Rollouts that take too long
-
-
-def test_a_rollout_that_takes_too_long_is_given_up_and_tried_again() -> None:
-    bench, call = Bench(timeout_seconds=5.0), Taking(60.0, 60.0, 2.0)
-
-    async def main() -> None:
-        rollout, _ = await bench.rollout(call, bench.reserved())
-        assert (rollout.output, now()) == ("run 2", 12.0)
-
-    run(main)
-    assert (call.runs, call.ended, bench.requests.timed_out, bench.budget.spent) == (3, 1, 2, 1)
-    assert [event.attempt for event in bench.of(RolloutTimedOut)] == [1, 2]
-    bench.check_nothing_is_held()
 
 
 def test_neither_the_wait_for_a_slot_nor_what_the_provider_lets_it_wait_counts() -> None:
@@ -271,17 +225,6 @@ def test_neither_the_wait_for_a_slot_nor_what_the_provider_lets_it_wait_counts()
     assert bench.requests.timed_out == 0
 
 
-def test_a_metric_that_had_begun_is_paid_and_so_is_the_next_attempt() -> None:
-    bench = Bench(timeout_seconds=5.0, limit=2)
-
-    async def main() -> None:
-        pays = bench.reserved()
-        await bench.rollout(Taking(60.0, 3.0, metric_after=1.0), pays)
-        assert (pays.settled, pays.open) == (2, 0)
-
-    run(main)
-
-
 def test_without_budget_for_another_attempt_it_is_unresolved() -> None:
     bench = Bench(timeout_seconds=5.0, limit=1)
 
@@ -291,19 +234,6 @@ def test_without_budget_for_another_attempt_it_is_unresolved() -> None:
 
     run(main)
     assert bench.budget.spent == 1
-
-
-def test_a_cancelled_rollout_is_paid_where_its_metric_had_begun() -> None:
-    bench = Bench()
-
-    async def main() -> None:
-        for metric_after, spent in ((1.0, 1), (None, 1)):
-            with anyio.move_on_after(3.0):
-                await bench.rollout(Taking(60.0, metric_after=metric_after), bench.reserved())
-            assert bench.budget.spent == spent
-
-    run(main)
-    bench.check_nothing_is_held()
 
 
 # Threads cannot be interrupted
@@ -336,25 +266,6 @@ def test_a_synchronous_metric_that_has_begun_is_waited_for_beyond_the_timeout() 
 
 
 # Batches
-
-
-def test_results_come_in_order_and_each_begins_when_the_one_before_has_its_slot() -> None:
-    begun: list[int] = []
-
-    async def call(index: int, granted: Callable[[], None]) -> int:
-        begun.append(index)
-        await anyio.sleep(3.0 if index % 2 else 1.0)
-        if index != 2:
-            granted()
-        await anyio.sleep(1.0)
-        return 10 * index
-
-    async def main() -> None:
-        assert await batch(5, call) == [0, 10, 20, 30, 40]
-        assert await batch(0, call) == []
-
-    run(main)
-    assert begun == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.long
@@ -410,25 +321,6 @@ def test_one_without_an_answer_is_raised_when_the_others_have_ended_which_may_be
 
     run(main)
     assert ended == [3, 4, 5]
-
-
-def test_any_other_error_is_raised_as_it_is_and_cancels_the_rest_at_once() -> None:
-    error = RunAbortedError("the key is refused")
-
-    async def call(index: int, granted: Callable[[], None]) -> None:
-        granted()
-        await anyio.sleep(1.0)
-        if index == 1:
-            raise error
-        await anyio.sleep(1000.0)
-
-    async def main() -> None:
-        with pytest.raises(RunAbortedError) as caught:
-            await batch(3, call)
-        assert caught.value is error
-        assert now() == 1.0
-
-    run(main)
 
 
 # Whatever happens

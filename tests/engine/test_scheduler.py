@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.scheduler import (
     Scheduler,
-    StageVisit,
     current_slot,
     priority,
 )
@@ -115,40 +114,6 @@ def test_a_validation_of_300_examples_takes_every_free_slot_and_does_not_block_a
     stepped(main)
 
 
-def test_validations_do_not_share_the_more_valuable_one_ends_first() -> None:
-    on = Stepped(4)
-
-    async def main() -> None:
-        await on.ask("validate", Asker(1, value=0.2), 40)
-        await on.ask("validate", Asker(2, value=0.9), 20)
-        await on.end(20)
-        assert on.granted == [("validate", 1)] * 4 + [("validate", 2)] * 20
-        await on.end_all()
-
-    stepped(main)
-
-
-def test_shrinking_lets_holders_finish_and_growing_hands_on_at_once() -> None:
-    on = Stepped(8, queues=QUEUES)
-
-    async def main() -> None:
-        await on.ask("screen", 1, 7)
-        on.scheduler.resize(5, "task")
-        on.scheduler.resize(2, "task")
-        assert (len(on.of("held")), on.scheduler.limit, on.scheduler.idle) == (7, 2, 0)
-        await on.ask("screen", 2, 4)
-        await on.end(5)
-        assert len(on.of("held")) == 2
-        await on.end()
-        assert len(on.of("held")) == 2
-        on.scheduler.resize(6, "task")
-        await settle()
-        assert len(on.of("held")) == 5
-        await on.end_all()
-
-    stepped(main)
-
-
 def test_a_stage_that_there_is_not_is_refused_by_name() -> None:
     async def main() -> None:
         with pytest.raises(ConfigurationError, match="stage 'judge' is not one of"):
@@ -184,21 +149,6 @@ def test_the_seeds_validation_has_its_slots_first_and_beyond_them_holds_nobody_b
     seed = place(1, value=math.inf, requests=requests, held=held, first=first)
     assert (seed < place(9, value=1e6, requests=1)) == (held < first)
     assert place(1, value=math.inf, requests=requests, held=first, first=first) > place(2, value=0.0, requests=1)
-
-
-def test_the_scheduler_asks_for_the_smallest_place_each_time_that_a_slot_comes_free() -> None:
-    on = Stepped(1)
-
-    async def main() -> None:
-        await on.ask("validate", 9)
-        await on.ask("rollout", 1)
-        await on.ask("screen", Asker(2, version=0))
-        await on.ask("screen", Asker(3, version=5))
-        await on.ask("screen", Asker(4, version=0, value=3.0))
-        await on.end_all()
-
-    stepped(main)
-    assert [number for _, number in on.granted] == [9, 4, 3, 2, 1]
 
 
 # Cancellation
@@ -239,22 +189,6 @@ def test_slots_and_limits_are_summed_over_time() -> None:
 
     stepped(main)
     assert on.scheduler.statistics().limit_seconds == 4 * 3 + 2 * 2
-
-
-def test_a_visit_is_from_a_steps_first_request_in_a_stage_to_its_last() -> None:
-    on = Stepped(1)
-
-    async def main() -> None:
-        await on.ask("rollout", 5)
-        on.clock.now = 1.0
-        await on.ask("screen", 7, 2)
-        on.clock.now = 2.0
-        await on.end()
-        on.clock.now = 6.0
-        await on.end(2)
-
-    stepped(main)
-    assert on.visits == [StageVisit(5, "rollout", 0.0, 0.0, 2.0), StageVisit(7, "screen", 1.0, 2.0, 6.0)]
 
 
 # Slots that are given back for a while

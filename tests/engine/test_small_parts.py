@@ -1,21 +1,17 @@
-"""Gaps, the randomness of steps, events, threads, the loop of one's own."""
+"""The randomness of steps, events, threads."""
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
 from dspy_flashevolve.engine.events import Event, EventBus
-from dspy_flashevolve.engine.loop import Threads, run_to_end
+from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.steps import step_rng
-
-VARIABLE = contextvars.ContextVar("VARIABLE", default="outside")
 
 
 def test_what_a_step_draws_depends_on_the_seed_and_its_number_alone() -> None:
@@ -38,19 +34,6 @@ def test_a_subscriber_that_raises_is_dropped_with_a_warning_and_the_others_go_on
         bus.emit(Event(0.0))
     bus.emit(Event(1.0))
     assert [event.seconds for event in seen] == [0.0, 1.0]
-
-
-def test_one_worker_runs_calls_in_order_and_they_see_the_callers_context() -> None:
-    async def main() -> list[tuple[int, str]]:
-        threads, order = Threads(1, "test"), list[tuple[int, str]]()
-        VARIABLE.set("inside")
-        async with anyio.create_task_group() as group:
-            for number in range(20):
-                group.start_soon(threads.run, lambda n=number: order.append((n, VARIABLE.get())))
-        threads.close()
-        return order
-
-    assert anyio.run(main) == [(number, "inside") for number in range(20)]
 
 
 def test_calls_that_were_given_up_do_not_hold_up_those_that_follow() -> None:
@@ -100,25 +83,3 @@ def test_one_worker_stays_one_so_that_its_calls_stay_in_order() -> None:
 
     asyncio.run(main())
     assert most == 1
-
-
-async def answer() -> tuple[str, str, bool]:
-    await asyncio.sleep(0)
-    return VARIABLE.get(), threading.current_thread().name, asyncio.get_running_loop().is_running()
-
-
-def never(reason: str) -> None:
-    raise AssertionError("nobody asked for a stop")
-
-
-def test_run_to_end_works_in_a_script_in_a_thread_and_inside_a_running_loop() -> None:
-    async def cell() -> tuple[str, str, bool]:
-        return run_to_end(answer, never)
-
-    before = threading.active_count()
-    with ThreadPoolExecutor(1) as pool:
-        in_thread = pool.submit(run_to_end, answer, never).result()
-    for seen in (run_to_end(answer, never), in_thread, asyncio.run(cell())):
-        assert seen[2]
-        assert seen[1] != threading.main_thread().name
-    assert threading.active_count() <= before, "no thread outlives the run"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shutil
 import sqlite3
@@ -96,18 +95,6 @@ def test_what_many_threads_append_is_all_there(tmp_path: Path) -> None:
     store.close()
 
 
-def test_after_a_flush_another_connection_sees_everything(tmp_path: Path) -> None:
-    async def appended() -> int:
-        store.append("calls", session=1, step=7, stage="rollout", at=0.0, calls=1)
-        await store.flush()
-        with closing(sqlite3.connect(tmp_path / FILE)) as other:
-            return other.execute("SELECT step FROM calls").fetchone()[0]
-
-    store = Store(tmp_path)
-    assert asyncio.run(appended()) == 7
-    store.close()
-
-
 def test_a_batch_that_fails_leaves_nothing_of_itself_and_ends_the_writing(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.append("ends", step=1, session=1, ended_at=0.0, way="rejected", reason="")
@@ -122,18 +109,6 @@ def test_a_batch_that_fails_leaves_nothing_of_itself_and_ends_the_writing(tmp_pa
     store.close()
 
 
-def test_a_closed_journal_takes_no_flush_and_gives_the_directory_back(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store.append("calls", session=1, step=1, stage="rollout", at=0.0, calls=1)
-    store.close()
-    store.close()
-    with pytest.raises(JournalError, match="closed"):
-        store.flush_blocking()
-    again = Store(tmp_path)
-    assert len(again.rows("SELECT * FROM calls")) == 1
-    again.close()
-
-
 def test_another_version_of_the_schema_is_refused_with_what_to_do_and_left_as_it_is(tmp_path: Path) -> None:
     Store(tmp_path).close()
     for version in (1, SCHEMA_VERSION + 1):
@@ -146,28 +121,6 @@ def test_another_version_of_the_schema_is_refused_with_what_to_do_and_left_as_it
             with pytest.raises(RunDirectoryError, match=words):
                 read(tmp_path)
         assert (tmp_path / FILE).read_bytes() == before
-
-
-@settings(max_examples=40)
-@given(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), st.sampled_from([None, 0.0, 0.5, 1.0]), st.booleans())
-def test_a_journal_whose_creation_was_killed_at_any_point_is_made_anew(
-    tmp_path_factory: pytest.TempPathFactory, written: float, rollback: float | None, empty: bool
-) -> None:
-    """It is made under another name: a part of that, SQLite's rollback file beside it, an empty file may be left."""
-    whole = tmp_path_factory.mktemp("whole")
-    Store(whole).close()
-    content, directory = (whole / FILE).read_bytes(), tmp_path_factory.mktemp("killed")
-    unfinished = (directory / FILE).with_suffix(".new")
-    unfinished.write_bytes(content[: int(written * len(content))])
-    if rollback is not None:
-        (directory / f"{unfinished.name}-journal").write_bytes(content[: int(rollback * len(content))])
-    if empty:
-        (directory / FILE).touch()
-    store = Store(directory)
-    fill(store, 2)
-    store.close()
-    assert check(directory).problems == []
-    assert not unfinished.exists()
 
 
 FULL = """
@@ -300,21 +253,6 @@ def test_a_loop_that_keeps_no_texts_of_what_it_runs_and_scores_its_commits_itsel
 def test_lockstep_may_exceed_the_budget_as_dspys_gepa_does(filled: Path) -> None:
     change(filled, """UPDATE sessions SET settings = '{"max_metric_calls": 4, "schedule": "lockstep"}'""")
     assert check(filled).problems == []
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.binary(max_size=6000))
-def test_no_file_however_malformed_is_taken_for_a_journal(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes
-) -> None:
-    directory = tmp_path_factory.mktemp("fuzz")
-    (directory / FILE).write_bytes(content)
-    if content:
-        with pytest.raises(RunDirectoryError):
-            Store(directory)
-        assert (directory / FILE).read_bytes() == content
-    else:
-        Store(directory).close()
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from dspy_flashevolve.engine.store import hash_of
 from dspy_flashevolve.gepa.credit import Credit, Evidence
 from dspy_flashevolve.gepa.edits import Edit, EditedText
 from tests.fakes import hashed
+from tests.gepa.test_edits import edit
 
 SEED = {"answer": "Answer the question."}
 NOISE = 0.2
@@ -24,10 +25,6 @@ NOISE = 0.2
 
 def rule(number: int) -> str:
     return f"- rule {number}"
-
-
-def edit(action: Any, part: int, text: str = "") -> Edit:
-    return Edit(action=action, part=part, text=text)
 
 
 def add(text: str) -> Edit:

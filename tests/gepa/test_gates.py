@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from typing import Any
 
 import dspy
@@ -166,37 +165,3 @@ def test_nothing_of_a_child_that_was_given_up_is_kept() -> None:
         assert not known or len(ran[text]) >= 3, "another step may have screened the same text to its end"
     screened = {entry["i"] + 1 for entry in state.full_program_trace if "new_subsample_scores" in entry}
     assert not screened & set(rejected)
-
-
-def test_programs_that_run_in_threads_never_hold_more_than_the_slots() -> None:
-    """A thread cannot be called back: what has begun goes on, and keeps its slot; what has not is given up."""
-    live, most, lock, world = 0, 0, threading.Lock(), World(reflection_seconds=0.0)
-
-    class Program(dspy.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.steps = [dspy.Predict(dspy.Signature("question -> answer", "0.3 seed"))]
-
-        def forward(self, question: str) -> dspy.Prediction:
-            nonlocal live, most
-            text = self.steps[0].signature.instructions
-            with lock:
-                live += 1
-                most = max(most, live)
-            released.wait(0.002 + 0.02 * chance(question, text))  # never set: a rollout takes real time
-            with lock:
-                live -= 1
-            prediction = dspy.Prediction(answer=str(world.score(text, question)), text=text)
-            dspy.settings.trace.append((self.steps[0], {"question": question}, prediction))
-            return prediction
-
-    released = threading.Event()
-    optimizer = AsyncGEPA(
-        world.metric, max_metric_calls=200, num_threads=3, reflection_minibatch_size=9, instruction_proposer=world,
-        search="pareto", track_stats=True, use_merge=False,
-    )  # fmt: skip
-    with dspy.context(lm=None):
-        program = optimizer.compile(Program(), trainset=examples("t", 9), valset=examples("v", 12))
-    assert most <= 3
-    assert given_up(program)
-    assert program.async_stats.metric_calls == len(world.scored) <= 200

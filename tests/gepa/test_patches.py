@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.gepa.edits import Edit, EditedText, Patches
 from dspy_flashevolve.gepa.parts import parts_of
+from tests.gepa.test_edits import edit
 
 WORDS = st.sampled_from(
     ["always", "answer", "in", "JSON", "cite", "sources", "never", "guess", "dates", "units", "name", "steps"]
@@ -56,10 +56,6 @@ def texts_of(text: str) -> list[str]:
 def joined(text: str) -> str:
     parts = parts_of(text)
     return "".join(part.before + part.text for part in parts) + parts[-1].after if parts else text
-
-
-def edit(action: Any, part: int, text: str = "") -> Edit:
-    return Edit(action=action, part=part, text=text)
 
 
 def take(patches: Patches, chosen: frozenset[int], *edits: Edit) -> frozenset[int]:

@@ -149,6 +149,9 @@ def called(tools: ProposerTools, *calls: tuple[str, dict[str, Any]], thought: st
     ("list_files", {"folder": None}, "candidates/0000/about.txt"),
     ("read_file", {"path": "candidates/0000/source.py", "page": None}, "class Good"),
     ("read_file", {"path": "candidates/0000/source.py", "page": "2"}, "class Good"),
+    ("list_files", {}, "failed/0000/about.txt"),
+    ("read_file", {"path": "failed/0000/about.txt"}, "failed: time: too slow"),
+    ("search_files", {"text": "missed: rule"}, "candidates/0000/traces/0.txt"),
     ("search_files", {"text": "name", "folder": None}, "about.txt"), ("search_files", {"text": None}, "No line"),
 ])  # fmt: skip
 def test_the_default_agent_is_told_what_was_expected(name: str, given: dict[str, Any], expected: str) -> None:
@@ -264,18 +267,6 @@ def test_a_draft_says_what_it_is_and_names_only_parents_that_there_are() -> None
 def test_limits_that_cannot_work_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=f"Limits\\({next(iter(limits))}="):
         Limits(**limits)
-
-
-def test_a_proposer_lists_reads_and_searches() -> None:
-    async def main() -> None:
-        tools = tools_with({})
-        assert "candidates/0001/source.py" in await tools.list_files("candidates/0001")
-        assert "failed/0000/about.txt" in await tools.list_files()
-        assert "class Good" in await tools.read_file("candidates/0001/source.py")
-        assert "candidates/0000/traces/0.txt" in await tools.search_files("missed: rule")
-        assert "failed: time: too slow" in await tools.read_file("failed/0000/about.txt")
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

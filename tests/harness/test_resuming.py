@@ -19,6 +19,7 @@ from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.store import FILE
 from dspy_flashevolve.harness.archive import context_tokens
 from dspy_flashevolve.sandbox.contract import Failure, Job, Outcome, SandboxError
+from tests.contract.surface import sql
 from tests.fakes import fake_lm
 from tests.harness.child import SLOTS, TRAIN, VAL, Learner, answers, proposes, run
 from tests.killing import killed_after
@@ -34,8 +35,7 @@ def lines(directory: Path, name: str) -> list[str]:
 
 
 def rows(directory: Path, query: str) -> list[Any]:
-    with closing(sqlite3.connect(directory / "run" / FILE)) as connection:
-        return connection.execute(query).fetchall()
+    return sql(directory / "run", query)
 
 
 def results_of(program: Any) -> list[Any]:
@@ -202,45 +202,39 @@ def test_a_directory_of_another_search_is_refused_and_the_error_says_what_differ
 # Killed.
 
 
-class Victim:
-    """A search in processes of its own."""
-
-    def __init__(self, directory: Path, kind: str, iterations: int) -> None:
-        self.directory = directory
-        self._module = "tests.harness.child", directory, kind, iterations
-
-    def killed_after(self, seconds: float) -> bool:
-        return killed_after(seconds, lambda: len(lines(self.directory, "scored")), *self._module)
-
-    def archive(self) -> list[str]:
-        """Candidates and failures, as the journal has them."""
-        query = "SELECT more FROM commits ORDER BY candidate_index"
-        failed = "SELECT value FROM state WHERE name LIKE 'failed%' ORDER BY name"
-        return [text for (text,) in (*rows(self.directory, query), *rows(self.directory, failed))]
+def archive_of(directory: Path) -> list[str]:
+    """Candidates and failures, as the journal has them."""
+    query = "SELECT more FROM commits ORDER BY candidate_index"
+    failed = "SELECT value FROM state WHERE name LIKE 'failed%' ORDER BY name"
+    return [text for (text,) in (*rows(directory, query), *rows(directory, failed))]
 
 
 def survives(directory: Path, kind: str, iterations: int, kills: int, seed: int) -> Iterator[str]:
     """Kill and go on; yields what is wrong."""
-    victim, rng = Victim(directory, kind, iterations), random.Random(seed)
+    module, rng = ("tests.harness.child", directory, kind, iterations), random.Random(seed)
+
+    def scored() -> int:
+        return len(lines(directory, "scored"))
+
     archive: list[str] = []
     done = 0
-    while done < kills and victim.killed_after(rng.random() * SPAN_SECONDS):
+    while done < kills and killed_after(rng.random() * SPAN_SECONDS, scored, *module):
         done += 1
-        if not set(archive) <= set(victim.archive()):
+        if not set(archive) <= set(archive_of(directory)):
             yield f"kill {done} lost a candidate"
-        archive = victim.archive()
+        archive = archive_of(directory)
         yield from (f"kill {done}: {problem}" for problem in check(directory / "run").problems)
     if done < kills:
         yield f"the search was killed {done} times only: it is too short"
     program = run(directory, kind, iterations)
     details = program.detailed_results
-    if not set(archive) <= set(victim.archive()):
+    if not set(archive) <= set(archive_of(directory)):
         yield "the end lost a candidate"
     yield from check(directory / "run").problems
     if rows(directory, "SELECT COUNT(*) FROM steps WHERE number NOT IN (SELECT step FROM ends)") != [(0,)]:
         yield "steps have no end"
-    if len(victim.archive()) != found_so_far(program):
-        yield f"the archive has {found_so_far(program)} candidates, the journal {len(victim.archive())}"
+    if len(archive_of(directory)) != found_so_far(program):
+        yield f"the archive has {found_so_far(program)} candidates, the journal {len(archive_of(directory))}"
     yield from paid_twice(
         directory, done, sum("on validation" in candidate.failure.message for candidate in details.failed)
     )

@@ -28,7 +28,7 @@ from tests.contract.surface import raising, simulated
 from tests.contract.worlds import Rules, play
 from tests.fakes import Chain, fake_lm, hashed, reflection_lm, reply_for, task_lm
 from tests.harness import child as harness
-from tests.killing import killed_after
+from tests.killing import calls_made, killed_after
 from tests.observe.runs import Session
 from tests.observe.test_summary import PRICE
 
@@ -103,17 +103,13 @@ def vars_of(candidate: Any) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_a_run_that_was_killed_loses_none_of_its_figures(tmp_path: Path) -> None:
-    def made() -> int:
-        path = tmp_path / "calls.txt"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
     def has_committed() -> int:
         return (tmp_path / "run" / "candidates.json").exists()
 
     assert killed_after(0.3, has_committed, "tests.contract.child", tmp_path, "edits", 5000)
     killed = read(tmp_path / "run")
     assert killed.state == "killed"
-    assert made() <= killed.calls <= made() + 8, "calls that had begun count"
+    assert calls_made(tmp_path) <= killed.calls <= calls_made(tmp_path) + 8, "calls that had begun count"
     gepa.run(tmp_path, "edits", killed.calls + 60)
     whole = read(tmp_path / "run")
     assert [session.state for session in whole.sessions] == ["killed", "finished"]

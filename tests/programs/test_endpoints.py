@@ -77,9 +77,6 @@ class Run:
 
         return (await self.requests.ask("work", STEP, call)).answer
 
-    async def ask_all(self, lm: Any, count: int, asynchronous: bool = True) -> list[str]:
-        return await asyncio.gather(*(self.ask(lm, f"question {n}", asynchronous) for n in range(count)))
-
     def close(self) -> None:
         self.models.close()
         self.threads.close()
@@ -253,22 +250,6 @@ def test_the_end_of_the_run_frees_threads_that_wait_to_ask_again(virtually: bool
 
 
 # The user's LM
-
-
-def test_the_users_lm_stays_as_it_is_and_keeps_its_history() -> None:
-    lm = failing(1, limited, num_retries=3)
-    before, kwargs = dict(vars(lm)), dict(lm.kwargs)
-
-    async def body(made: Run) -> list[str]:
-        assert made.models.pace(lm) is lm
-        assert isinstance(lm, dspy.LM)
-        assert lm.num_retries == 3
-        return await made.ask_all(lm, 3)
-
-    assert in_run(body) == ["yes"] * 3
-    assert vars(lm) == before
-    assert (lm.num_retries, lm.kwargs, type(lm)) == (3, kwargs, dspy.LM)
-    assert len(lm.history) == 3
 
 
 def test_copies_and_pickles_of_a_paced_lm_are_plain_lms_again() -> None:

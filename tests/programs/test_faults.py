@@ -36,22 +36,12 @@ from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner
 from tests.broken_server import BrokenServer
+from tests.contract.surface import InThread
 from tests.fakes import Chain, digits, fake_lm, reply_for
 from tests.programs.test_programs import adapter_for
 
 FAILURE = -0.5
 EXAMPLE = dspy.Example(question="q").with_inputs("question")
-
-
-class InThread(dspy.Module):
-    """As Chain, but nothing of it is awaited."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = dspy.Predict("question -> answer")
-
-    def forward(self, question: str) -> Any:
-        return self.step(question=question)
 
 
 def rolled_out(
@@ -295,7 +285,7 @@ def test_a_fault_that_was_swallowed_on_the_way_to_a_crash_is_no_score(error: Exc
 def test_a_fault_that_dspys_parallel_swallows_is_no_score() -> None:
     class Side(InThread):
         def forward(self, question: str) -> Any:
-            pairs = [(self.step, {"question": f"{question} {n}"}) for n in range(2)]
+            pairs = [(self.steps[0], {"question": f"{question} {n}"}) for n in range(2)]
             first, _ = dspy.Parallel(num_threads=2, max_errors=1, disable_progress_bar=True)(pairs)
             return first
 

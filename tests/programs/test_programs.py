@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from typing import Any
 
 import dspy
@@ -40,24 +39,6 @@ def test_a_patched_forward_and_an_lm_that_cannot_be_awaited_run_in_a_thread() ->
         assert not runs_on_loop(Chain())
     lms = dspy.LM("openai/gpt-4o-mini"), DummyLM([{"answer": "x"}]), SyncOnlyLM("m")
     assert [answers_asynchronously(lm) for lm in lms] == [True, True, False]
-
-
-# Metrics
-
-
-def test_a_sync_metric_does_not_hold_up_the_loop() -> None:
-    async def main() -> set[str]:
-        threads, seen = Threads(1, "metric"), set[str]()
-
-        def metric(gold: Any, pred: Any, *rest: Any) -> float:
-            seen.add(threading.current_thread().name)
-            return 1.0
-
-        await Metric(metric, threads).score(None, None)
-        threads.close()
-        return seen
-
-    assert threading.main_thread().name not in asyncio.run(main())
 
 
 # Rollouts, beside dspy's own evaluation

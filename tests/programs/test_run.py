@@ -19,6 +19,7 @@ from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoEr
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.programs.settings import RunSettings
 from dspy_flashevolve.sim.virtual import run
+from tests.contract.surface import InThread
 from tests.fakes import Chain, examples, fake_lm, reply_for, task_lm
 
 PREDICT = dspy.Predict("question -> answer")
@@ -85,7 +86,7 @@ def test_arguments_that_cannot_work_are_refused(options: dict[str, Any], message
 def test_slots_adapt_where_nobody_says_how_many_and_modules_can_be_awaited() -> None:
     assert made(num_threads=None).slots == 256
     assert made(num_threads=None, max_concurrency=32).slots == 32
-    assert made(num_threads=None, stages={"work": [Threaded()]}).slots == dspy.settings.num_threads
+    assert made(num_threads=None, stages={"work": [InThread()]}).slots == dspy.settings.num_threads
     assert made(num_threads=None, schedule="lockstep").slots == dspy.settings.num_threads
 
 
@@ -135,18 +136,7 @@ def test_a_run_keeps_the_settings_that_it_was_made_with() -> None:
 # Modules
 
 
-class Threaded(dspy.Module):
-    """It cannot be awaited."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = dspy.Predict("question -> answer")
-
-    def forward(self, question: str) -> dspy.Prediction:
-        return self.step(question=question)
-
-
-@pytest.mark.parametrize("module", [PREDICT, Threaded(), Chain(2)], ids=["awaited", "in a thread", "two calls"])
+@pytest.mark.parametrize("module", [PREDICT, InThread(), Chain(2)], ids=["awaited", "in a thread", "two calls"])
 def test_a_module_is_asked_and_what_it_costs_is_counted(module: dspy.Module) -> None:
     one, heard = made(), list[Event]()
     one.bus.subscribe(heard.append)

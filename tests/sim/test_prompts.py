@@ -140,58 +140,6 @@ def test_a_malformed_request_is_a_bad_request_that_names_the_part(body: bytes, p
     assert caught.value.param == param
 
 
-pieces = st.sampled_from(
-    [
-        "[[ ## a ## ]]",
-        "[[ ## completed ## ]]",
-        "\n",
-        "Respond with a JSON object in the following order of fields: `a`",
-        " (must be formatted as a valid Python Literal[])",
-        " (must be formatted as a valid Python list[str])",
-        ", then `b`.",
-        "Respond with the corresponding output fields, starting with the field `[[ ## a ## ]]`",
-        "[[ ## current_instruction ## ]]\n",
-        "[[ ## examples_with_feedback ## ]]\n",
-        'Rule 01: mention the word "amber".',
-        "Your output fields are:\n1. `a` (int):",
-        "In adhering to this structure, your objective is: ",
-        "\ud800",
-    ]
-)
-texts = st.lists(pieces | st.text(max_size=10), max_size=12).map("".join)
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | texts,
-    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=8), children, max_size=4),
-    max_leaves=8,
-)
-messages = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": texts}), max_size=4
-)
-names = ["model", "n", "max_tokens", "max_completion_tokens", "stream", "stream_options", "temperature", "seed"]
-formats = st.fixed_dictionaries(
-    {"type": st.just("json_schema"), "json_schema": st.fixed_dictionaries({"schema": values | st.fixed_dictionaries(
-        {"properties": st.dictionaries(st.text(max_size=5), values, max_size=3)})})}
-)  # fmt: skip
-bodies = st.fixed_dictionaries(
-    {}, optional={"messages": messages | values, "response_format": formats | values, **dict.fromkeys(names, values)}
-)
-
-
-@pytest.mark.long
-@settings(max_examples=250, deadline=None)
-@given(payload=bodies | values)
-def test_no_json_makes_the_server_fail(payload: object) -> None:
-    try:
-        request = parse_chat_request(json.dumps(payload).encode())
-    except BadRequest:
-        return
-    answer = reply_to(request, H100_QWEN3_8B, ReplyModel(), seed=0)
-    json.dumps(answer.text).encode()
-    assert answer.completion_tokens >= 1
-    if request.json_reply:
-        assert isinstance(json.loads(answer.text), dict)
-
-
 @settings(max_examples=200, deadline=None)
 @given(body=st.binary(max_size=200))
 def test_no_bytes_make_the_server_fail(body: bytes) -> None:

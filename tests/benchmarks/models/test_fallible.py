@@ -89,9 +89,6 @@ def test_an_integration_puts_in_and_drops_parts_as_often_as_the_model_says() -> 
     assert all(text.startswith(HEAD) for text in texts)
 
 
-# Feedback and noise
-
-
 # True scores
 
 
