@@ -493,10 +493,11 @@ class EvolutionRun:
         reservation = self._reserve()
         if reservation is None:
             if not self._live and not self._beside:
-                left, most = self.budget.left, self._most_calls
-                beside = " and the validation of what it finds" if left is not None and left >= most else ""
+                calls_left, most = self.budget.left, self._most_calls
+                pays_most = calls_left is not None and calls_left >= most
+                beside = " and the validation of what it finds" if pays_most else ""
                 self.stop(
-                    f"max_metric_calls={self.budget.limit}: the {left} calls left cannot pay a step, which may cost "
+                    f"max_metric_calls={self.budget.limit}: the {calls_left} calls left cannot pay a step, which may cost "
                     f"{most}{beside}",
                     "finished",
                 )
@@ -508,8 +509,8 @@ class EvolutionRun:
 
     def _runs_again(self, recorded: Unfinished) -> Step:
         """A step of an interrupted run: what it needs at most and has not paid is set aside, as far as it goes."""
-        left, needed = self.budget.left, max(0, self._most_calls - self.store.paid[recorded.number])
-        reservation = self.budget.reserve(needed if left is None else min(left, needed))
+        calls_left, needed = self.budget.left, max(0, self._most_calls - self.store.paid[recorded.number])
+        reservation = self.budget.reserve(needed if calls_left is None else min(calls_left, needed))
         reservation = reservation or Reservation(self.budget, 0)
         step = Step(recorded.number, step_rng(recorded.number, self.seed), reservation, recorded.selection)
         step.record_version(recorded.version)
