@@ -497,8 +497,8 @@ class EvolutionRun:
                 pays_most = calls_left is not None and calls_left >= most
                 beside = " and the validation of what it finds" if pays_most else ""
                 self.stop(
-                    f"max_metric_calls={self.budget.limit}: the {calls_left} calls left cannot pay a step, which may cost "
-                    f"{most}{beside}",
+                    f"max_metric_calls={self.budget.limit}: the {calls_left} calls left cannot pay a step, which "
+                    f"may cost {most}{beside}",
                     "finished",
                 )
             return None
