@@ -137,6 +137,8 @@ class Spending:
     def _pays_alone(self) -> bool:
         """Whether what is left pays a step with a validation of its own, where its child may need one."""
         calls_left = self._run.budget.left
+        if calls_left is not None and not self._run.live and self._ending.pending is None:
+            calls_left += self._set_aside.open  # nothing was found that is worth a last validation
         return bool(self._ending.joins) or calls_left is None or calls_left >= self.calls_alone
 
     @property

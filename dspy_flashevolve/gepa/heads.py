@@ -16,6 +16,8 @@ from dataclasses import replace
 from statistics import stdev
 from typing import Any
 
+import anyio
+
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.staleness import Texts
 from dspy_flashevolve.engine.steps import Step
@@ -150,7 +152,8 @@ class Heads(Ending):
             return f"{spent[0]} is spent"
         if calls_left is not None and calls_left < len(self._pool.loader):
             return f"the {calls_left} metric calls left do not pay its validation"
-        return f"max_seconds={self._run.max_seconds:g} leave no time for it" if self.time.is_ending else ""
+        is_late = self.time.is_ending or not self.time.pays_rewriting
+        return f"max_seconds={self._run.max_seconds:g} leave no time for it" if is_late else ""
 
     @property
     def why_grown(self) -> str:
@@ -217,8 +220,10 @@ class Heads(Ending):
         is_over = pending.is_last or pending.is_timed
         if not (self._consolidates and is_over and self.time.pays_rewriting):
             return as_it_is
-        anew = await self._written_anew(step, found.proposal)
-        return as_it_is if anew is None or self.time.seconds_left < self.time.expected else [*as_it_is, anew]
+        anew = None
+        with anyio.move_on_after(self.time.seconds_left - self.time.expected):  # the head has to be validated in time
+            anew = await self._written_anew(step, found.proposal)
+        return as_it_is if anew is None else [*as_it_is, anew]
 
     async def _written_anew(self, step: Step, head: Proposal) -> Screened | None:
         """Let the reflection LM write anew the components of a head that have grown.
@@ -229,9 +234,9 @@ class Heads(Ending):
         """
         texts, settings, credit = head.candidate, self._settings, self._credit
         effects = await self._pool.write(credit.effects_in_grown, texts)
+        self._asked_anew.add(hash_of(texts))
         if not effects or self._calls.are_spent:
             return None
-        self._asked_anew.add(hash_of(texts))
         inputs: dict[str, dict[str, Any]] = {"texts": {name: texts[name] for name in effects}, "effects": effects}
         record = ReplyText(hash_of({"consolidate": json.dumps(inputs["texts"], sort_keys=True)}))
         try:

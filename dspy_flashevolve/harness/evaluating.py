@@ -447,12 +447,16 @@ class Evaluations:
         """Return the cost of a run; ConfigurationError where the user's function gives no finite number."""
         name = name_of(self._settings.cost)
         try:
-            cost = float(self._settings.cost(outcome))
+            cost: Any = self._settings.cost(outcome)
         except Exception as error:
             raise ConfigurationError(f"cost {name} raised {type(error).__name__}: {error}.") from error
-        if not math.isfinite(cost):
+        try:
+            number = float(cost)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
             raise ConfigurationError(f"cost {name} returned {cost!r:.80}, expected a finite number.")
-        return cost
+        return number
 
     async def _run_job(self, draft: Draft, memory: Any, **work: Any) -> Outcome:
         """Run a draft in the sandbox; ``work`` is the inputs of a prediction or the batch of a lesson."""

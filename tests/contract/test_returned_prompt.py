@@ -232,9 +232,9 @@ def test_where_max_seconds_leave_no_time_the_summary_says_so() -> None:
 
 
 def test_a_run_that_ends_by_its_time_returns_its_text_written_anew_in_time() -> None:
-    program = compiled(Reflection(), 10_000, 20, riddles=True, seconds=30)
-    assert program.async_stats.stop_reason.startswith("max_seconds=30")
-    assert program.async_stats.seconds <= 30
+    program = compiled(Reflection(), 10_000, 20, riddles=True, seconds=60)
+    assert program.async_stats.stop_reason.startswith("max_seconds=60")
+    assert program.async_stats.seconds <= 60
     assert not repeated_rules(*texts_of(program))
     assert program.async_stats.unconsolidated == ""
 
@@ -304,7 +304,7 @@ def test_a_run_that_has_ended_asks_for_nothing_when_it_is_compiled_again_and_ret
     "options", [{"riddles": True}, {"skip_perfect_score": False}], ids=["riddles", "a search that goes on when perfect"]
 )
 @pytest.mark.parametrize("predictors", [1, 2])
-@pytest.mark.parametrize("seed", [0, 4])  # in others the first of the best has not grown
+@pytest.mark.parametrize("seed", [2, 5])  # in others the first of the best has not grown
 def test_of_equals_in_the_whole_pool_the_first_that_has_not_grown_is_returned_everywhere(
     tmp_path: Path, seed: int, predictors: int, options: dict[str, Any]
 ) -> None:
