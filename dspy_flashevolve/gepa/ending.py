@@ -20,7 +20,7 @@ from dspy_flashevolve.gepa.credit import Head
 from dspy_flashevolve.gepa.iterations import Iterations
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Child, Commit, Proposal, Screened, Validated
-from dspy_flashevolve.gepa.search import Search
+from dspy_flashevolve.gepa.search import Search, check_texts
 from dspy_flashevolve.observe.statistics import REFLECTION_STAGES
 from dspy_flashevolve.programs.run import DspyRun
 
@@ -301,6 +301,7 @@ class Ending:
         """Find what the last validation of a run is for."""
         self._search.catch_up()
         texts = self._search.last()
+        check_texts(texts, self._pool.state, f"{type(self._search).__name__}.last")
         if texts is None or texts in self._pool.state.program_candidates:
             return None
         return Head(texts, frozenset(), 0.0)

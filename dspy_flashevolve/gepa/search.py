@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from gepa.core.state import GEPAState
 
+from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.requests import Rollout, gather
 from dspy_flashevolve.engine.run import EvolutionRun, Work
 from dspy_flashevolve.engine.staleness import Texts
@@ -59,6 +60,16 @@ class Observation:
     split: str
     example: str
     score: float
+
+
+def check_texts(texts: Texts | None, state: GEPAState[Any, Any], source: str) -> None:
+    """Raise ConfigurationError unless texts that a search gave have the program's components, each a str."""
+    names = state.program_candidates[0].keys()
+    said: Any = texts
+    if said is not None and not (
+        isinstance(said, Mapping) and said.keys() == names and all(isinstance(text, str) for text in said.values())  # pyright: ignore[reportUnknownVariableType]
+    ):
+        raise ConfigurationError(f"{source} gave {said!r:.200}, expected a str for each of {sorted(names)}.")
 
 
 class Search:

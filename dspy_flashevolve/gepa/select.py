@@ -11,12 +11,13 @@ from typing import Any
 
 from gepa.proposer.merge import MergeProposer
 
+from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.iterations import Iterations
 from dspy_flashevolve.gepa.options import Chosen
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Crossover, Selected, Task
-from dspy_flashevolve.gepa.search import Search
+from dspy_flashevolve.gepa.search import Search, check_texts
 
 
 class Selection:
@@ -100,6 +101,10 @@ class Selection:
         self._search.catch_up()
         start = self._search.select(pool.state, rng) if draw >= self._search.frontier_share else None
         if start is not None:
+            source, count = f"{type(self._search).__name__}.select", len(pool.state.program_candidates)
+            if not 0 <= start.candidate < count:
+                raise ConfigurationError(f"{source} gave candidate {start.candidate}, expected 0 to {count - 1}.")
+            check_texts(start.texts, pool.state, source)
             selector = _fixed(start.candidate)
         tasks, bases = pool.speculative.sample(
             pool.state,

@@ -172,3 +172,29 @@ def test_what_is_no_search_and_what_does_not_go_with_one_is_refused() -> None:
             AsyncGEPA(World().metric, max_metric_calls=9, instruction_proposer=World(), search=search)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"Workflow\(validate=, workers=, median_seconds=\)"):
         play(World(), 99, search=Mixture(), workflow=Workflow(validate=0.5))
+
+
+class Wrong(Search):
+    def __init__(self, start: Start | None = None, last: Any = None) -> None:
+        self.start, self.named = start, last
+
+    def select(self, state: Any, rng: random.Random) -> Start | None:
+        return self.start
+
+    def last(self) -> Any:
+        return self.named
+
+
+@pytest.mark.parametrize(
+    ("search", "message"),
+    [
+        (Wrong(Start(99)), "Wrong.select gave candidate 99, expected 0 to"),
+        (Wrong(Start(0, {"nope": "text"})), "Wrong.select gave {'nope': 'text'}, expected a str for each of"),
+        (Wrong(last={}), "Wrong.last gave {}, expected a str for each of"),
+    ],
+    ids=["index", "component", "last"],
+)
+def test_what_a_search_of_the_users_may_not_give_is_named(search: Search, message: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        play(Rules(), 60, search=search)
+    assert message in str(raised.value)
