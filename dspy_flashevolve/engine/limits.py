@@ -1,4 +1,4 @@
-"""How many requests an endpoint may be sent at once, found out while they are sent."""
+"""How many requests an endpoint may be sent at once, found out while they are sent. Dollars: gepa/admission.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """One run of an evolution loop: the one thing on which every loop stands.
 
 A loop supplies ``async def step(step) -> End``, one coroutine from a step's selection to its end, and its state. The
-run opens steps while admission, budget and limits allow, gives them slots, threads and a Store, and knows how it
-ended.
+run opens steps while admission (``LiveSteps`` in steps.py; gepa/admission.py), budget and limits allow, gives them
+slots, threads and a Store, and knows how it ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Queues and slots: the one way to a provider.
+"""Queues and slots: the one way to a provider, for requests. How many steps run at once: gepa/admission.py.
 
 A request waits in a queue for a slot; a slot is one request in flight. All stages share the slots, so
 that none is idle while any request waits. The requests of one step in one stage form a line, and each time that a slot

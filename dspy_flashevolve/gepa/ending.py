@@ -2,7 +2,8 @@
 
 The last candidate is what the search names when the metric calls pay no further step, or ``max_seconds`` leave just the
 time for it. How far a run is with it is its :class:`Phase`, which moves in one place, on the loop. The search by edits
-validates more than that, and has the last text written anew (heads.py).
+validates more than that, and has the last text written anew (heads.py). Which program a run returns is chosen by
+``Best`` in compilation.py.
 """
 
 from __future__ import annotations
