@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from inspect import signature
 from typing import Any, Literal
 
 import cloudpickle
@@ -177,11 +176,11 @@ class AsyncGEPA(GEPA, Teleprompter):  # pyright: ignore[reportGeneralTypeIssues,
             raise ConfigurationError(f"auto is {auto!r}, expected one of {', '.join(map(repr, AUTO_RUN_SETTINGS))}.")
         counted = any(budget is not None for budget in (auto, max_full_evals, max_metric_calls))
         without_calls = not counted and (max_seconds is not None or max_cost is not None)
-        gepas = {name: arguments.pop(name) for name in signature(GEPA.__init__).parameters if name in arguments}
+        own = {name: arguments.pop(name) for name in (*AsyncGEPA.__annotations__, "workflow")}
         most_calls = 1 if without_calls else max_metric_calls  # dspy.GEPA wants one of the budgets
         lm = lm_of(reflection_lm, "reflection_lm")
-        super().__init__(**gepas | {"max_metric_calls": most_calls, "reflection_lm": lm})
-        for name, value in arguments.items():
+        super().__init__(**arguments | {"max_metric_calls": most_calls, "reflection_lm": lm})
+        for name, value in own.items():
             setattr(self, name, value)
         self.max_metric_calls = None if without_calls else max_metric_calls
         self.workflow = Workflow() if workflow is None else workflow
