@@ -264,3 +264,52 @@ def test_a_server_that_is_asked_alone_too_has_one_limit_for_both() -> None:
         assert bench.scheduler.limit == 16
 
     run(main)
+
+
+# What waits in a pause
+
+
+async def refused(bench: Bench, provider: str, sent: list[float]) -> None:
+    """One request in a slot, which is turned away as long as the run asks again."""
+    request = Attempts(bench.providers.provider(provider), current_slot())
+    while True:
+        await request.begin()
+        if bench.providers.outage:
+            return
+        request.send()
+        sent.append(now())
+        await anyio.sleep(0.1)
+        if not await request.try_again(Failure("503", overload="refused")):
+            return
+
+
+@pytest.mark.parametrize("asked", ["fast", BOTH])
+def test_a_provider_all_of_whose_servers_are_dead_is_given_up_though_requests_wait_for_the_end_of_a_pause(
+    asked: str,
+) -> None:
+    bench, sent = several(8, None, (asked,)), list[float]()
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            for number in range(32):
+                group.start_soon(bench.scheduler.run, "rollout", Asker(number), lambda: refused(bench, asked, sent))
+            while not bench.providers.outage:
+                await anyio.sleep(1.0)
+                assert now() < 90, "an outage may last sixty seconds"
+
+    run(main)
+
+
+def test_slots_of_requests_that_wait_for_the_end_of_a_pause_are_not_idle() -> None:
+    bench = Bench(slots=4)
+
+    async def main() -> None:
+        bench.refuse("task", REFUSALS_IN_A_ROW)
+        async with anyio.create_task_group() as group:
+            for number in range(4):
+                group.start_soon(bench.scheduler.run, "rollout", Asker(number), lambda: bench.admitted("task"))
+            await anyio.sleep(1.0)
+            assert bench.scheduler.idle == 0
+        assert bench.scheduler.idle == 4
+
+    run(main)
